@@ -1,0 +1,128 @@
+"""What differs between torch versions, and what may be missing: looked up here, defensively."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import torch
+
+SUPPORTED: Final[tuple[tuple[int, int], tuple[int, int]]] = ((2, 11), (2, 16))
+"""Supported torch versions: first included, last excluded."""
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the installed torch; ``(0, 0)`` when the version string cannot be read."""
+    match = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def find_op(qualified: str, overload: str = "default") -> Any | None:
+    """The operator overload ``namespace::name`` if this torch has it, else None."""
+    namespace, _, name = qualified.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, overload, None)
+
+
+def op_name(target: object) -> str | None:
+    """``"namespace::name"`` of an FX target that is an operator overload or packet, else None."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name)
+    return None
+
+
+def op_overload_of(target: object) -> torch._ops.OpOverload | None:
+    """The overload behind a target; a packet (Dynamo keeps those) stands for its default one."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return getattr(target, "default", None)
+    return None
+
+
+def arguments(node: torch.fx.Node) -> dict[str, object]:
+    """What a call of an operator was given, by the names of its schema; positions where there is no schema."""
+    overload = op_overload_of(node.target)
+    names = [argument.name for argument in overload._schema.arguments] if overload is not None else []
+    names += [str(index) for index in range(len(names), len(node.args))]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def higher_order_name(target: object) -> str | None:
+    """Name of a higher-order operator (``"control_deps"``, ``"invoke_subgraph"``), else None."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return str(target.name())
+    return None
+
+
+def group_name_of(value: object) -> str | None:
+    """Name behind a group argument's value: a str, a ProcessGroup, or a script-object stand-in for one.
+
+    torch 2.13 types ``group_name`` as Any and may pass a ProcessGroup; a traced one may be wrapped in a
+    FakeScriptObject that keeps the original as ``real_obj``.
+    """
+    if isinstance(value, str):
+        return value
+    for candidate in (value, getattr(value, "real_obj", None)):
+        try:
+            name = getattr(candidate, "group_name", None)
+        except Exception:  # a stand-in may refuse any attribute
+            name = None
+        if isinstance(name, str):
+            return name
+    return None
+
+
+def group_size_of(name: str) -> int | None:
+    """Ranks in the named process group of this process, or None when it is not registered here."""
+    try:
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        return int(_resolve_process_group(name).size())  # type: ignore[arg-type]
+    except Exception:  # not registered, or a torch built without distributed
+        return None
+
+
+def group_order(name: str) -> int | None:
+    """Position of the named group among those this process created, or None when it is not registered.
+
+    ``new_group`` must be called in the same order on every rank, so the position among the groups of one
+    graph means the same on every rank, although names and members differ.
+    """
+    try:
+        from torch.distributed import distributed_c10d
+
+        names = [str(n) for n in distributed_c10d._world.pg_names.values()]
+    except Exception:
+        return None
+    return names.index(name) if name in names else None
+
+
+def default_store() -> Any | None:
+    """The job's store on a connection of its own where the store can be cloned; None without a process group.
+
+    A clone keeps our polling from waiting behind another thread's blocking call on the same client.
+    PyTorch 2.11-2.15 ``distributed_c10d._get_default_store`` is private and raises without a group.
+    """
+    try:
+        from torch.distributed import distributed_c10d
+
+        store = distributed_c10d._get_default_store()
+    except (ImportError, AttributeError, ValueError):
+        return None
+    try:
+        return store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+
+
+def group_ranks(name: str) -> tuple[int, ...] | None:
+    """Global ranks of the named process group in group order, or None when it is not registered here."""
+    try:
+        from torch.distributed.distributed_c10d import _resolve_process_group, get_process_group_ranks
+
+        return tuple(get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
+    except Exception:  # not registered, or a torch built without distributed
+        return None

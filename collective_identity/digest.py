@@ -1,0 +1,271 @@
+"""What do the collectives of a graph look like, to another rank and to a cache? Tables and sha256 digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import fx
+
+from . import compat, store
+from .transports import Launch, Transport, graph_modules, launch_of, start_nodes
+
+if TYPE_CHECKING:
+    from .classify import Classification
+
+_HOOK_NAMESPACE: Final = "fsdp_hooks::"
+_GROUPS: Final = frozenset({"group", "reduce_group", "replicate_group"})  # the operators' process-group arguments
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """One collective of a graph, as reports and other ranks see it.
+
+    Attributes:
+        index: position among the start nodes of the graph and its sub-graphs.
+        node: name of the start node.
+        transport, form, group, group_size, reduce_op: as in `Launch`.
+        role, source, producer, params, param_group: of the classified identity, None without one.
+        dtype: of the first tensor sent, ``"bfloat16"``.
+        numel: elements of the first tensor sent; None when a size is symbolic.
+        nbytes: bytes of all tensors sent; None when a size is symbolic.
+        absence: kind of absence when there is no role.
+        code: id of the reason, ``"CI006"``, when there is one.
+        backward: emitted by backward code, or a recomputed copy in a backward graph.
+    """
+
+    index: int
+    node: str
+    transport: str
+    form: str
+    role: str | None
+    source: str | None
+    producer: str | None
+    group: str | None
+    group_size: int | None
+    reduce_op: str | None
+    dtype: str | None
+    numel: int | None
+    nbytes: int | None
+    params: tuple[str, ...] | None
+    param_group: str | None
+    absence: str | None
+    code: str | None
+    backward: bool
+
+
+def collective_table(gm: fx.GraphModule, classification: Classification | None = None) -> tuple[CollectiveRow, ...]:
+    """Every collective of the graph and its sub-graphs, in graph order. Reads only.
+
+    Args:
+        gm: the graph.
+        classification: what to report as identities; classified here (extended rules) when None.
+    """
+    if classification is None:
+        from .classify import classify_report
+
+        classification = classify_report(gm)
+    in_backward = _is_backward_graph(gm)
+    rows: list[CollectiveRow] = []
+    for module in graph_modules(gm):
+        for node in start_nodes(module):
+            launch = launch_of(node)
+            assert launch is not None, node
+            identity = classification.identities.get(node)
+            absence = classification.absences.get(node)
+            sizes = [_numel(n) for n in launch.inputs]
+            rows.append(
+                CollectiveRow(
+                    index=len(rows),
+                    node=node.name,
+                    transport=launch.transport.value,
+                    form=launch.form,
+                    role=identity.role if identity else None,
+                    source=identity.source.value if identity else None,
+                    producer=identity.producer if identity else None,
+                    group=launch.group,
+                    group_size=launch.group_size,
+                    reduce_op=launch.reduce_op,
+                    dtype=_dtype(launch.inputs[0]) if launch.inputs else None,
+                    numel=sizes[0] if sizes else None,
+                    nbytes=_nbytes(launch),
+                    params=identity.params if identity else None,
+                    param_group=identity.param_group if identity else None,
+                    absence=absence.kind if absence else None,
+                    code=absence.code.id if absence and absence.code else None,
+                    backward=in_backward or store.runs_in_backward(node),
+                )
+            )
+    return tuple(rows)
+
+
+def logical_groups(names: Iterable[str | None]) -> dict[str | None, int]:
+    """Number the process groups of one graph so that the numbers mean the same on every rank.
+
+    A group's name, and its members, differ from rank to rank. ``new_group`` must be called in the same order
+    everywhere, so groups are numbered in the order this process created them; those it does not know follow
+    in order of first appearance.
+    """
+    seen = dict.fromkeys(names)
+    orders = {name: compat.group_order(name) if name is not None else None for name in seen}
+    known = sorted((n for n, o in orders.items() if o is not None), key=lambda n: orders[n] or 0)
+    unknown = [n for n, o in orders.items() if o is None]
+    return {name: number for number, name in enumerate([*known, *unknown])}
+
+
+def digest(gm: fx.GraphModule) -> str:
+    """sha256 over the graph's collectives and every payload, the same on every rank of a sane program.
+
+    Covered in graph order: transport, form, logical group and size, reduce op, dtype, number of elements sent
+    (not of all-to-all, whose sizes may differ by rank; none for symbolic sizes), and the raw payload with the
+    logical group in place of its group name. Payloads found beside a collective count as its own where
+    `normalize` would move them; any other payload counts once, wherever it lies. Node names, helper nodes
+    (a rank with an uneven shard pads where others do not) and provenance are left out.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    from .normalize import plan_normalization
+
+    starts = [(node, launch_of(node)) for module in graph_modules(gm) for node in start_nodes(module)]
+    plan = plan_normalization(gm)
+    groups = logical_groups(launch.group for _, launch in starts if launch is not None)
+    rows: list[object] = []
+    covered = set()
+    for node, launch in starts:
+        assert launch is not None, node
+        covered.add(node)
+        payloads = plan.payloads_at(node)
+        sizes = [] if launch.transport is Transport.ALL_TO_ALL else [_numel(n) for n in launch.inputs]
+        rows.append(
+            [
+                launch.transport.value,
+                launch.form,
+                [groups[launch.group], launch.group_size],
+                launch.reduce_op,
+                [_dtype(n) for n in launch.inputs],
+                sizes,
+                {key: _portable(value, groups) for key, value in payloads.items()},
+            ]
+        )
+    moved = {move.origin for move in plan.moves}
+    strays = {
+        _canonical(_portable(value, groups))
+        for module in graph_modules(gm)
+        for node in module.graph.nodes
+        if node not in covered and node not in moved
+        for value in store.raw_payloads(node).values()
+    }
+    return _sha256([rows, sorted(strays)])
+
+
+def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
+    """sha256 over everything a producer wrote, for cache keys and for comparing ranks.
+
+    Covered: each payload of each node with its position, sub-graphs of every kind included, and the literal
+    arguments of every ``torch.ops.fsdp_hooks.*`` call with their positions. Valid or not makes no difference:
+    two graphs that differ in any payload differ here.
+
+    Args:
+        gm: the graph, as captured.
+        logical_groups: replace process-group names by their order of first appearance. Names are kept for a
+            cache, which is per process; ranks on other sub-groups of one mesh use other names for the same thing.
+
+    Returns:
+        64 hexadecimal digits, equal in every process for equal payloads.
+    """
+    rows: list[object] = []
+    order: dict[str, str] = {}
+
+    def group(name: object) -> object:
+        return order.setdefault(name, f"group {len(order)}") if logical_groups and isinstance(name, str) else name
+
+    for path, module in gm.named_modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for position, node in enumerate(module.graph.nodes):
+            for key, value in store.raw_payloads(node).items():
+                if isinstance(value, Mapping) and "group" in value:
+                    value = {**value, "group": group(value["group"])}
+                rows.append([path, position, key, _plain(value)])
+            name = compat.op_name(node.target) or ""
+            if name.startswith(_HOOK_NAMESPACE):
+                given = {k: group(v) if k in _GROUPS else v for k, v in compat.arguments(node).items()}
+                rows.append([path, position, name, _plain(given)])
+    return _sha256(rows)
+
+
+def _is_backward_graph(gm: fx.GraphModule) -> bool:
+    """Whether this is the partitioner's backward half: it takes tangents and returns nothing of the forward.
+
+    The joint graph takes tangents too, but returns the forward's outputs (PyTorch ``partitioners.py``).
+    """
+    takes_tangents = any(n.op == "placeholder" and str(n.target).startswith("tangents") for n in gm.graph.nodes)
+    returned: list[fx.Node] = next((n.all_input_nodes for n in reversed(gm.graph.nodes) if n.op == "output"), [])
+    forward = any(n.op == "call_function" and n.meta.get("partitioner_tag") == "is_forward" for n in returned)
+    return takes_tangents and not forward
+
+
+def _numel(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    count = 1
+    for size in value.shape:
+        if not isinstance(size, int):
+            return None
+        count *= size
+    return count
+
+
+def _dtype(node: fx.Node) -> str | None:
+    value = node.meta.get("val")
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else None
+
+
+def _nbytes(launch: Launch) -> int | None:
+    total = 0
+    for node in launch.inputs:
+        count = _numel(node)
+        if count is None:
+            return None
+        total += count * node.meta["val"].dtype.itemsize
+    return total if launch.inputs else None
+
+
+def _portable(value: object, groups: Mapping[str | None, int]) -> object:
+    """A payload with its group name replaced by the logical group."""
+    if isinstance(value, dict) and isinstance(value.get("group"), str):
+        name = value["group"]
+        value = {**value, "group": groups.get(name, "other")}
+    return _plain(value)
+
+
+def _plain(value: Any) -> object:
+    """A JSON form that tells different values apart and is equal in every process."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, dict):
+        items = [[_plain(k), _plain(v)] for k, v in value.items()]
+        return {"dict": sorted(items, key=_canonical)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted((_plain(v) for v in value), key=_canonical)}
+    if isinstance(value, fx.Node):
+        return {"node": None}
+    if isinstance(value, (float, complex, bytes, torch.dtype, torch.device, torch.layout, torch.Size)):
+        return {type(value).__name__: repr(value)}
+    return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()

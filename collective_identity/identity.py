@@ -1,0 +1,181 @@
+"""What does a payload say, and is it to be believed? One value type, one function that builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final
+
+from . import codes
+from .codes import Code
+from .roles import DEFAULT_ROLES, RoleTable, is_namespaced
+from .transports import Transport
+
+VERSION: Final = 1
+"""The payload's schema version."""
+
+_OPTIONAL_STRINGS: Final = ("group", "param_group")
+
+
+class Source(str, Enum):
+    """Who says so: the producer, or the shape of the graph."""
+
+    EXPLICIT = "explicit"
+    INFERRED = "inferred"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The validated view of a payload: why a collective was emitted.
+
+    Attributes:
+        version: schema version, 1.
+        role: namespaced role, ``"fsdp.param_unshard"``.
+        source: who says so. Inferred never turns into explicit.
+        producer: what wrote it, ``"fsdp2"``, ``"bucketing"``.
+        group: process-group name the producer used, or None.
+        param_group: the producer's own unit (module FQN), or None.
+        params: FQNs of the parameters carried, or None when not known.
+
+    RFC-0057 (pytorch/rfcs pull 103).
+    """
+
+    version: int
+    role: str
+    source: Source
+    producer: str
+    group: str | None = None
+    param_group: str | None = None
+    params: tuple[str, ...] | None = None
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the producer itself said so."""
+        return self.source is Source.EXPLICIT
+
+    def inferred(self) -> Identity:
+        """The same identity with the weaker source."""
+        return replace(self, source=Source.INFERRED)
+
+    def to_payload(self) -> dict[str, Any]:
+        """The wire form: a fresh dict of primitives, optional fields left out when None."""
+        payload: dict[str, Any] = {
+            "version": self.version,
+            "role": self.role,
+            "source": self.source.value,
+            "producer": self.producer,
+        }
+        if self.group is not None:
+            payload["group"] = self.group
+        if self.param_group is not None:
+            payload["param_group"] = self.param_group
+        if self.params is not None:
+            payload["params"] = list(self.params)
+        return payload
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a payload.
+
+    Attributes:
+        identity: the validated view, None when the payload counts as absent.
+        code: why it counts as absent, None when valid.
+        detail: expected and found, in words; empty when valid.
+        notes: remarks on a valid payload (``GROUP_UNVERIFIED``).
+    """
+
+    identity: Identity | None
+    code: Code | None = None
+    detail: str = ""
+    notes: tuple[Code, ...] = ()
+
+
+def parse(
+    raw: object,
+    *,
+    transport: Transport | None = None,
+    node_group: str | None = None,
+    roles: RoleTable = DEFAULT_ROLES,
+) -> Verdict:
+    """Build the validated view of a raw payload. Never raises, whatever ``raw`` is.
+
+    Args:
+        raw: the value found under the payload key.
+        transport: transport of the collective that carries it; None leaves role × transport unchecked.
+        node_group: process-group name of that collective; None when it resolves to no name.
+        roles: role × transport rows.
+
+    Returns:
+        A verdict with an identity, or with the code and detail that say why there is none.
+    """
+    try:
+        return _parse(raw, transport, node_group, roles)
+    except Exception as error:  # a payload may be any object, with any behaviour
+        return _absent(codes.WRONG_TYPE, f"reading the payload raised {type(error).__name__}")
+
+
+def _absent(code: Code, detail: str) -> Verdict:
+    return Verdict(None, code, detail)
+
+
+def _wrong_type(name: str, expected: str, value: object) -> Verdict:
+    return _absent(codes.WRONG_TYPE, f"expected {expected} in {name!r}, found {type(value).__name__}")
+
+
+def _parse(raw: object, transport: Transport | None, node_group: str | None, roles: RoleTable) -> Verdict:
+    if not isinstance(raw, dict):
+        return _absent(codes.WRONG_TYPE, f"expected a dict as payload, found {type(raw).__name__}")
+    missing = [name for name in ("version", "role", "source", "producer") if name not in raw]
+    if missing:
+        return _absent(codes.MISSING_FIELD, f"missing {', '.join(missing)}")
+
+    version, role, source, producer = raw["version"], raw["role"], raw["source"], raw["producer"]
+    if isinstance(version, bool) or not isinstance(version, int):
+        return _wrong_type("version", "an int", version)
+    if version != VERSION:
+        return _absent(codes.UNKNOWN_VERSION, f"expected version {VERSION}, found {version}")
+    for name, value in (("role", role), ("source", source), ("producer", producer)):
+        if not isinstance(value, str):
+            return _wrong_type(name, "a str", value)
+    if source not in (Source.EXPLICIT.value, Source.INFERRED.value):
+        return _absent(codes.UNKNOWN_SOURCE, f"expected 'explicit' or 'inferred', found {source!r}")
+
+    if not is_namespaced(role):
+        return _absent(codes.BAD_ROLE, f"expected a namespaced role, found {role!r}")
+    if not roles.knows(role):
+        known = ", ".join(sorted(r for r in roles.rows if r.startswith("fsdp.")))
+        return _absent(codes.BAD_ROLE, f"expected one of {known}, found {role!r}")
+    if transport is not None and not roles.allows(role, transport):
+        return _absent(codes.ROLE_TRANSPORT, f"{role!r} expects {roles.expected(role)}, found {transport.value}")
+
+    for name in _OPTIONAL_STRINGS:
+        if not isinstance(raw.get(name), (str, type(None))):
+            return _wrong_type(name, "a str", raw[name])
+    params = raw.get("params")
+    if params is not None:
+        if not isinstance(params, (list, tuple)):
+            return _wrong_type("params", "a list of str", params)
+        for item in params:
+            if not isinstance(item, str):
+                return _wrong_type("params", "a list of str", item)
+
+    group = raw.get("group")
+    if group is not None and node_group is not None and group != node_group:
+        return _absent(
+            codes.GROUP_MISMATCH, f"the payload names group {group!r}, the collective runs on {node_group!r}"
+        )
+    unverified = transport is not None and group is not None and node_group is None
+    identity = Identity(
+        version=VERSION,
+        role=str(role),
+        source=Source(source),
+        producer=str(producer),
+        group=None if group is None else str(group),
+        param_group=None if raw.get("param_group") is None else str(raw["param_group"]),
+        params=None if params is None else tuple(str(p) for p in params),
+    )
+    return Verdict(identity, notes=(codes.GROUP_UNVERIFIED,) if unverified else ())

@@ -1,0 +1,228 @@
+"""Where does an identity live on a node? The only file that reads or writes ``node.meta``'s payload.
+
+Dicts under ``node.meta["custom"]`` are shared: copies of a node alias them (deepcopy, graph_copy, node_copy,
+the partitioner and CSE all do), so every write replaces ``custom`` by a fresh dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from torch import fx
+
+from . import codes
+from .codes import Code
+from .identity import Identity, Verdict, parse
+from .roles import DEFAULT_ROLES, RoleTable
+from .transports import Launch, launch_of
+
+KEY: Final = "distributed.comm_semantics"
+"""Payload key under ``node.meta["custom"]``, the only container that AOTAutograd carries along. RFC-0057."""
+BACKWARD_KEY: Final = "distributed.comm_semantics.backward"
+"""Payload key written by code that runs in backward: AOTAutograd's copy of forward metadata cannot hide it.
+"""
+
+_CUSTOM: Final = "custom"
+_DROPPED: Final = "collective_identity.dropped"
+_MEMBERS: Final = "collective_identity.members"
+_NOT_A_START: Final = "not a start node: it launches no collective"
+
+AbsenceKind = Literal["never_had", "malformed", "dropped", "not_captured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why a collective has no identity.
+
+    Attributes:
+        kind: ``"never_had"``, ``"malformed"`` (a payload is there and counts as absent), ``"dropped"`` (a
+            transformation lost it on purpose) or ``"not_captured"`` (it never entered the graph).
+        code: the reason; None for ``"never_had"``.
+        pass_name: the pass that dropped it; None for other kinds.
+        detail: expected and found, in words.
+    """
+
+    kind: AbsenceKind
+    code: Code | None = None
+    pass_name: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One collective that became part of a merged one: its node name and the identity it had."""
+
+    name: str
+    identity: Identity | None
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRecord:
+    """Provenance of a merged node: the pass and its members in bucket order. Shared, never copied."""
+
+    pass_name: str
+    members: tuple[Member, ...]
+
+
+def runs_in_backward(node: fx.Node) -> bool:
+    """Whether the node was emitted by backward code, and is no recomputed copy of a forward one.
+
+    Proof of recompute is the partitioner's ``is_forward`` mark, which a copy keeps in the backward graph
+    (PyTorch 2.13 ``_functorch/partitioners.py`` marks every node there ``autograd_backward``, copies too), or
+    the name and checkpoint policy that ``remat_using_tags_for_fwd_loss_bwd_graph_pass.py`` gives its copies.
+    """
+    place = node.meta.get("partitioner_tag")
+    if place == "is_backward":
+        return True
+    if place == "is_forward" or node.meta.get("autograd_backward") is not True:
+        return False
+    return not (node.name.endswith("_recomputed") and node.meta.get("recompute") is not None)
+
+
+def raw_payload(node: fx.Node) -> object | None:
+    """The payload that counts for this node, unvalidated; None when there is none.
+
+    On a backward node only `BACKWARD_KEY` is read, elsewhere only `KEY`.
+    """
+    return _custom(node).get(BACKWARD_KEY if runs_in_backward(node) else KEY)
+
+
+def raw_payloads(node: fx.Node) -> dict[str, object]:
+    """Every payload on the node by key, unvalidated, in a fresh dict; empty when there is none."""
+    custom = _custom(node)
+    return {key: custom[key] for key in (KEY, BACKWARD_KEY) if key in custom}
+
+
+def has_payload(node: fx.Node) -> bool:
+    """Whether any payload is on the node, valid or not, under either key."""
+    custom = _custom(node)
+    return KEY in custom or BACKWARD_KEY in custom
+
+
+def verdict_of(node: fx.Node, *, roles: RoleTable = DEFAULT_ROLES) -> Verdict:
+    """Validate the node's payload against its transport and group. Reads only."""
+    launch = launch_of(node)
+    if launch is None:
+        return Verdict(None, None, _NOT_A_START)
+    return verdict_for(node, launch, raw_payloads(node), roles=roles)
+
+
+def verdict_for(
+    node: fx.Node, launch: Launch, payloads: Mapping[str, object], *, roles: RoleTable = DEFAULT_ROLES
+) -> Verdict:
+    """Validate payloads as if they lay on start node ``node``: what normalisation will find there."""
+    key = BACKWARD_KEY if runs_in_backward(node) else KEY
+    if key in payloads:
+        return parse(payloads[key], transport=launch.transport, node_group=launch.group, roles=roles)
+    if key == BACKWARD_KEY and KEY in payloads:
+        return Verdict(None, codes.SEQ_NR_COPY, f"{node.name} runs in backward and has no {BACKWARD_KEY!r}")
+    return Verdict(None)
+
+
+def identity_of(node: fx.Node) -> Identity | None:
+    """The valid identity of a start node, else None: also for other nodes, which never carry one."""
+    return verdict_of(node).identity
+
+
+def absence_of(node: fx.Node) -> Absence | None:
+    """Why the node has no identity; None when it has one, or is no collective and never was.
+
+    An operator that swallowed a collective (fusion) is no start node but keeps its ``dropped`` absence.
+    """
+    launch = launch_of(node)
+    dropped = dropped_of(node)
+    if launch is None:
+        return dropped
+    return absence_from(verdict_for(node, launch, raw_payloads(node)), dropped)
+
+
+def absence_from(verdict: Verdict, dropped: Absence | None) -> Absence | None:
+    """The absence a verdict amounts to, given what was dropped on the node before."""
+    if verdict.identity is not None:
+        return None
+    if dropped is not None:
+        return dropped
+    if verdict.code is not None:
+        return Absence("malformed", verdict.code, None, verdict.detail)
+    return Absence("never_had")
+
+
+def dropped_of(node: fx.Node) -> Absence | None:
+    """The loss recorded by `drop`, or None."""
+    record = node.meta.get(_DROPPED)
+    return record if isinstance(record, Absence) else None
+
+
+def stamp(node: fx.Node, identity: Identity) -> None:
+    """Write an identity on a node, replacing any payload and any recorded loss.
+
+    Its place is a start node; elsewhere it counts for nothing until `normalize` moves it to one. Whether
+    role, transport and group agree is judged when it is read, as always. A backward node gets both keys, so
+    that a further copy of forward metadata cannot hide it.
+
+    Raises:
+        TypeError: ``identity`` is no `Identity`.
+    """
+    if not isinstance(identity, Identity):
+        raise TypeError(
+            f"expected an Identity for node {node.name!r}, found {type(identity).__name__}; "
+            "use clear or drop to remove one"
+        )
+    keys = (KEY, BACKWARD_KEY) if runs_in_backward(node) else (KEY,)
+    put(node, {key: identity.to_payload() for key in keys})
+    node.meta.pop(_DROPPED, None)
+
+
+def put(node: fx.Node, payloads: Mapping[str, object]) -> None:
+    """Replace the node's payloads by these raw ones (none: remove them); other custom keys stay."""
+    custom = {k: v for k, v in _custom(node).items() if k not in (KEY, BACKWARD_KEY)}
+    custom.update((k, _fresh(v)) for k, v in payloads.items())
+    if custom:
+        node.meta[_CUSTOM] = custom
+    else:
+        node.meta.pop(_CUSTOM, None)
+
+
+def clear(node: fx.Node) -> None:
+    """Remove every payload and recorded loss from the node; it then never had one. Provenance stays."""
+    if has_payload(node):
+        put(node, {})
+    node.meta.pop(_DROPPED, None)
+
+
+def drop(node: fx.Node, code: Code, pass_name: str, detail: str = "") -> None:
+    """Remove the node's identity on purpose and record why; provenance stays.
+
+    Args:
+        node: the node that is left, a collective or an operator that swallowed one.
+        code: one of the ``DROPPED_*`` codes.
+        pass_name: the pass that answers for it.
+        detail: what was lost, in words.
+    """
+    clear(node)
+    node.meta[_DROPPED] = Absence("dropped", code, pass_name, detail)
+
+
+def set_members(node: fx.Node, record: BucketRecord) -> None:
+    """Record what a merged node was made of. The record is shared between the nodes that refer to it."""
+    node.meta[_MEMBERS] = record
+
+
+def members_of(node: fx.Node) -> BucketRecord | None:
+    """What a merged node was made of, or None for an original collective."""
+    record = node.meta.get(_MEMBERS)
+    return record if isinstance(record, BucketRecord) else None
+
+
+def _custom(node: fx.Node) -> Mapping[str, Any]:
+    custom = node.meta.get(_CUSTOM)
+    return custom if isinstance(custom, Mapping) else {}
+
+
+def _fresh(value: object) -> object:
+    """A copy of a payload that shares no container with it; odd values are kept as they are."""
+    if isinstance(value, dict):
+        return {k: list(v) if isinstance(v, list) else v for k, v in value.items()}
+    return value
