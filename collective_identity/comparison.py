@@ -1,0 +1,107 @@
+"""Where do two ranks' tables of collectives differ, and how is that said?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from .codes import RANKS_DISAGREE
+from .digest import CollectiveRow
+
+FIELDS = (
+    "transport",
+    "group",
+    "role",
+    "source",
+    "reduce_op",
+    "dtype",
+    "numel",
+    "group_size",
+    "params",
+    "param_group",
+)
+"""Fields of a row that must be equal on both ranks, in the order they are looked at. Node names are a
+rank's own."""
+
+WHOLE = "*"
+"""Key of the digest over all rows; no process group has this name."""
+
+_UNEVEN = ("all_to_all", "point_to_point")  # transports whose sizes may differ between ranks
+
+
+class RanksDisagree(RuntimeError):
+    """Two ranks are about to run different collectives on a group they share.
+
+    `rank` is this one, `peer` the other; `position` counts the collectives on the groups the two share in
+    this graph, from 0, None when the whole graph differs; `field` is what differs, `mine` and `theirs` the
+    two values.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        peer: int,
+        graph: str,
+        group: str | None,
+        position: int | None,
+        field: str,
+        mine: Any,
+        theirs: Any,
+        node: str | None = None,
+    ) -> None:
+        self.rank, self.peer, self.graph, self.group = rank, peer, graph, group
+        self.position, self.field, self.mine, self.theirs, self.node = position, field, mine, theirs, node
+        place = f"{graph}"
+        if position is not None:
+            place += f", collective {position} of those on groups that both ranks are in"
+        if group is not None:
+            place += f", group {group!r}"
+        if node is not None:
+            place += f", node {node}"
+        super().__init__(
+            f"{RANKS_DISAGREE.id} ranks disagree: {place}: {field} is {mine!r} on rank {rank} and {theirs!r} "
+            f"on rank {peer}. Nothing of this graph has run. Give both ranks the same model, options, "
+            f"environment and versions of torch and of this package; if only one of them took graphs from a "
+            f"compile cache, clear it. With agreement_timeout=0 this check is off, and such a job hangs or "
+            f"computes wrong values."
+        )
+
+
+def first_difference(
+    mine: Sequence[CollectiveRow], theirs: Sequence[dict[str, Any]]
+) -> tuple[int, str, Any, Any] | None:
+    """(position, field, my value, their value) of the first divergence; field "collective" where one has no
+    more."""
+    for position in range(max(len(mine), len(theirs))):
+        if position >= len(mine):
+            return position, "collective", None, theirs[position]
+        if position >= len(theirs):
+            return position, "collective", comparable(mine[position]), None
+        ours, other = comparable(mine[position]), theirs[position]
+        for name in FIELDS:
+            a, b = ours[name], other.get(name)
+            if a != b and not (name == "numel" and (a is None or b is None)):
+                return position, name, a, b
+    return None
+
+
+def digests(rows: Sequence[CollectiveRow]) -> dict[str, str]:
+    """sha256 of what other ranks compare: `WHOLE` over all rows, and over the rows of each group by its
+    name."""
+    by_group: dict[str, list[dict[str, Any]]] = {WHOLE: [comparable(row) for row in rows]}
+    for row in by_group[WHOLE]:
+        if row["group"] is not None:
+            by_group.setdefault(row["group"], []).append(row)
+    return {k: hashlib.sha256(json.dumps(v).encode()).hexdigest() for k, v in by_group.items()}
+
+
+def comparable(row: CollectiveRow) -> dict[str, Any]:
+    """The fields of a row that other ranks compare, as JSON values."""
+    values = {name: getattr(row, name) for name in FIELDS}
+    values["params"] = None if row.params is None else list(row.params)
+    if row.transport in _UNEVEN:
+        values["numel"] = None
+    return values

@@ -1,0 +1,349 @@
+"""What happened to each identity, from capture to the compiled graph? The ledger writes it down and says it
+once.
+
+A `Ledger` keeps the records of a session in memory and, with a run folder, on disk; a `GraphLog` is its
+face for one compile. Both may be used from any thread: a lazy backward compiles in autograd's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from .agreement import AgreementResult, AgreementState, RanksDisagree, agree
+from .codes import AGREEMENT_TIMEOUT, CODES, RANKS_DISAGREE, Code
+from .digest import CollectiveRow
+from .job import rank_and_ranks, run_and_restart
+from .reporting.jsonl import RankLog, RankWriter
+from .reporting.records import (
+    AgreementRecord,
+    CapturedRecord,
+    EventRecord,
+    Expectation,
+    ExpectedRecord,
+    ExpectedRow,
+    FinishRecord,
+    GraphRecord,
+    PassRecord,
+    Record,
+    RunRecord,
+)
+from .version import __version__
+
+__all__ = ["Expectation", "ExpectedRow", "GraphKind", "GraphLog", "Ledger"]
+
+logger = logging.getLogger(__name__)
+
+GraphKind = Literal["joint", "forward", "backward", "inference"]
+
+
+class Ledger:
+    """The records of one session. Opened and closed by the session.
+
+    The rank is read when the first record is written, since a session may open before the process group.
+    """
+
+    def __init__(self, *, mode: str, run_dir: str | None, agreement_timeout: float) -> None:
+        self.agreement_timeout = agreement_timeout
+        self.agreement_state = AgreementState()
+        self._mode = mode
+        self._run_dir = run_dir
+        self._lock = threading.RLock()
+        self._records: list[Record] = []
+        self._graphs = 0
+        self._writer: RankWriter | None = None
+        self._closed = False
+        self._seen: set[tuple[object, ...]] = set()
+
+    def declare(self, expectation: Expectation) -> None:
+        """Record what a producer will emit; the same model name again replaces it."""
+        self._add(ExpectedRecord(expectation.model, expectation.world, tuple(expectation.rows)))
+
+    def begin_graph(self, kind: GraphKind, name: str, backend: str) -> GraphLog:
+        """Start the log of one compile.
+
+        `name` must be the same for the forward and the backward of one compile (Dynamo's compile id): the
+        report pairs them by it. ValueError for an unknown kind.
+        """
+        if kind not in get_args(GraphKind):
+            raise ValueError(f"kind: expected one of {', '.join(get_args(GraphKind))}, found {kind!r}")
+        with self._lock:
+            number = self._graphs
+            self._graphs += 1
+            self._add(GraphRecord(number, kind, name, backend))
+        return GraphLog(self, number, kind, name)
+
+    def event(
+        self, code: Code, *, node: str | None = None, role: str | None = None, detail: str = ""
+    ) -> None:
+        """Record something that belongs to no graph, once per (code, node, detail)."""
+        if self._first((code.id, node, detail)):
+            self._event(None, "", code, node, role, None, detail)
+
+    def take_over(self, other: Ledger) -> None:
+        """Close another ledger and declare what was declared there: models may be installed before
+        `enable`."""
+        other.close()
+        for record in other.records():
+            if isinstance(record, ExpectedRecord):
+                self._add(record)
+
+    def records(self) -> tuple[Record, ...]:
+        """What was recorded so far, oldest first."""
+        with self._lock:
+            return tuple(self._records)
+
+    def rank_log(self) -> RankLog:
+        """The records in the form the report is built from."""
+        with self._lock:
+            if not self._records:
+                self._add_run()
+            first = self._records[0]
+            rank = first.rank if isinstance(first, RunRecord) else 0
+            return RankLog(rank, tuple(self._records))
+
+    def close(self) -> None:
+        """Write what was never written (an empty run still leaves its `run` line) and close the file."""
+        with self._lock:
+            if self._closed:
+                return
+            if not self._records:
+                self._add_run()
+            self._closed = True
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def _first(self, key: tuple[object, ...]) -> bool:
+        with self._lock:
+            known = key in self._seen
+            self._seen.add(key)
+        return not known
+
+    def _add(self, record: Record) -> None:
+        with self._lock:
+            if not self._records:
+                self._add_run()
+            self._append(record)
+
+    def _add_run(self) -> None:
+        rank, ranks = rank_and_ranks()
+        run_id, restart = run_and_restart()
+        if self._run_dir is not None and not self._closed:
+            try:
+                self._writer = RankWriter(self._run_dir, rank)
+            except OSError as error:
+                logger.warning(
+                    "%s: no run file for rank %d (%s); the run goes on", self._run_dir, rank, error
+                )
+        self._append(
+            RunRecord(
+                rank=rank,
+                ranks=ranks,
+                mode=self._mode,
+                run_id=run_id,
+                restart=restart,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                started=time.time(),
+                torch=str(torch.__version__),
+                package=__version__,
+            )
+        )
+
+    def _append(self, record: Record) -> None:
+        self._records.append(record)
+        if self._writer is not None:
+            self._writer.write(record)
+
+    def _event(
+        self,
+        graph: int | None,
+        where: str,
+        code: Code,
+        node: str | None,
+        role: str | None,
+        pass_name: str | None,
+        detail: str,
+        *,
+        said: bool = False,
+    ) -> None:
+        self._add(
+            EventRecord(
+                graph,
+                code.id,
+                code.slug,
+                code.severity,
+                code.text,
+                code.remedy,
+                node,
+                role,
+                pass_name,
+                detail,
+            )
+        )
+        if said:
+            return
+        logger.log(
+            {"info": logging.DEBUG, "warning": logging.WARNING}.get(code.severity, logging.ERROR),
+            "%s %s: %s%s%s%s%s%s. %s",
+            code.id,
+            code.slug,
+            code.text,
+            f"; node {node}" if node else "",
+            f" of {where}" if where else "",
+            f"; role {role}" if role else "",
+            f"; pass {pass_name}" if pass_name else "",
+            f"; {detail}" if detail else "",
+            code.remedy,
+        )
+
+
+class GraphLog:
+    """The life of one compiled graph. Every method may be called from any thread, at most one at a time."""
+
+    def __init__(self, ledger: Ledger, number: int, kind: GraphKind, name: str) -> None:
+        self._ledger = ledger
+        self.number = number
+        self.kind = kind
+        self.name = name
+        self._where = f"{kind} graph {name}"
+        self._captured: tuple[CollectiveRow, ...] = ()
+        self._seconds = 0.0
+
+    def captured(self, rows: Iterable[CollectiveRow]) -> None:
+        """The collectives of the graph before any pass of ours (`collective_table`)."""
+        self._captured = tuple(rows)
+        self._ledger._add(CapturedRecord(self.number, self._captured))
+        logger.debug("%s: captured %s", self._where, _by_role(self._captured))
+
+    def event(
+        self,
+        code: Code,
+        *,
+        node: object = None,
+        role: str | None = None,
+        pass_name: str | None = None,
+        detail: str = "",
+    ) -> None:
+        """Record what happened to one identity; said and kept once per (code, node name), without a
+        node once per (code, pass, detail).
+
+        Severity "info" is logged at DEBUG, the others at their own level. `node` is an FX node or its name.
+        """
+        named = None if node is None else str(getattr(node, "name", node))
+        place = named if named is not None else f"{pass_name} {detail}"
+        if self._ledger._first((self.number, code.id, place)):
+            self._ledger._event(self.number, self._where, code, named, role, pass_name, detail)
+
+    def pass_ran(
+        self,
+        name: str,
+        seconds: float,
+        changed: bool,
+        before: Mapping[str, int],
+        after: Mapping[str, int],
+        summary: Mapping[str, Any],
+    ) -> None:
+        """A pass ran for `seconds`; `before` and `after` count the collectives by role."""
+        self._seconds += seconds
+        self._ledger._add(
+            PassRecord(self.number, name, seconds, changed, dict(before), dict(after), dict(summary))
+        )
+        logger.debug(
+            "%s: pass %s %s in %.4f s, %s -> %s %s",
+            self._where,
+            name,
+            "changed the graph" if changed else "changed nothing",
+            seconds,
+            dict(before),
+            dict(after),
+            dict(summary),
+        )
+
+    def agree(
+        self,
+        rows: Sequence[CollectiveRow],
+        *,
+        tag: str,
+        cached: bool = False,
+        groups: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> AgreementResult:
+        """`agreement.agree` with this graph's kind and this session's state and bound; the verdict is
+        recorded.
+
+        Raises `RanksDisagree` after recording it.
+        """
+        try:
+            result = agree(
+                rows,
+                kind=self.kind,
+                cached=cached,
+                tag=tag,
+                timeout=self._ledger.agreement_timeout if timeout is None else timeout,
+                groups=groups,
+                state=self._ledger.agreement_state,
+                name=self.name,
+            )
+        except RanksDisagree as error:
+            self._ledger._add(AgreementRecord(self.number, "differs", str(error)))
+            self.event(RANKS_DISAGREE, node=error.node, detail=str(error))
+            raise
+        self._ledger._add(AgreementRecord(self.number, result.status, result.detail))
+        if result.status == "timeout":
+            self._ledger._event(
+                self.number, self._where, AGREEMENT_TIMEOUT, None, None, None, result.detail, said=True
+            )
+        return result
+
+    def finish(
+        self,
+        rows: Iterable[CollectiveRow],
+        *,
+        cached: bool = False,
+        lite: str = "off",
+        compile_seconds: float | None = None,
+    ) -> None:
+        """The compile ended with these collectives; `cached` when it came from a cache and no pass ran."""
+        final = tuple(rows)
+        self._absences((*self._captured, *final))
+        self._ledger._add(FinishRecord(self.number, final, cached, lite, compile_seconds))
+        logger.info(
+            "%s: %s%s, passes %.3f s%s%s",
+            self._where,
+            "from cache, no pass ran" if cached else f"captured {_by_role(self._captured)}",
+            "" if cached else f", now {_by_role(final)}",
+            self._seconds,
+            "" if compile_seconds is None else f" of {compile_seconds:.2f} s",
+            "" if lite == "off" else f", lite {lite}",
+        )
+
+    def failed(self, error: BaseException | str, *, compile_seconds: float | None = None) -> None:
+        """The compile ended in an error."""
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self._absences(self._captured)
+        self._ledger._add(FinishRecord(self.number, (), compile_seconds=compile_seconds, error=text))
+        logger.warning("%s: the compile failed: %s", self._where, text)
+
+    def _absences(self, rows: Iterable[CollectiveRow]) -> None:
+        """Say what the rows say and no event has: a lost payload is never silent."""
+        for row in rows:
+            code = CODES.get(row.code) if row.code else None
+            if code is not None and row.absence in ("malformed", "dropped"):
+                self.event(code, node=row.node, role=row.role)
+
+
+def _by_role(rows: Iterable[CollectiveRow]) -> str:
+    counts = Counter((row.role or f"no role ({row.transport})", row.source) for row in rows)
+    if not counts:
+        return "no collective"
+    return ", ".join(f"{n} {role}{f' {source}' if source else ''}" for (role, source), n in counts.items())

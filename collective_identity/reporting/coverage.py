@@ -1,0 +1,248 @@
+"""Do the graphs hold the collectives that the producers declared? Expected against found, by role and
+phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .. import codes
+from .records import ExpectedRecord
+from .steps import PHASES, Cell, Step, Tally, merged, tally
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageRow:
+    """One role in one phase of the step shown. None means unknown: not declared, from cache, or not
+    compiled yet.
+
+    `captured` = `explicit` + `inferred`. `malformed` (payload refuted) may overlap `inferred`: structure
+    may have stood in. `unlabelled` are look-alikes on the same group that never had a payload. `dropped`
+    counts losses by code. `not_captured` is what is left of `expected` after all of these.
+    """
+
+    role: str
+    phase: str
+    expected: int | None
+    captured: int | None
+    explicit: int
+    inferred: int
+    malformed: int
+    unlabelled: int
+    dropped: Mapping[str, int]
+    not_captured: int | None
+    buckets_expected: int | None
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """`rows` for the steps shown, one per declared model (the one furthest from what was declared, else the
+    last); `failures` of every step; `other` counts collectives that are not FSDP by role, "(transport)"
+    without one."""
+
+    rows: tuple[CoverageRow, ...] = ()
+    failures: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    other: Mapping[str, int] = field(default_factory=dict)
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """The sum of some declarations: counts by (role, phase) and by parameter group, None once one is
+    unknown."""
+
+    models: tuple[str, ...]
+    count: Mapping[Cell, int | None]
+    buckets: Mapping[Cell, int | None]
+    groups: Mapping[tuple[str, str, str | None], int | None]
+
+
+def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: bool) -> Coverage:
+    """Compare the steps with the declarations; `cached` when some graph of the run came from a cache."""
+    latest = {record.model: record for record in declared}
+    wants = [_want((record,)) for record in latest.values()]
+    if len(wants) > 1:
+        wants.append(_want(tuple(latest.values())))
+    counted = [(step, tally(step)) for step in steps if step.known]
+    holding = [(step, t) for step, t in counted if t.has_fsdp or any(t.malformed.values())]
+    if (
+        not holding and wants
+    ):  # every payload gone and nothing that looks like FSDP: in the graphs all the same?
+        loose = [(step, tally(step, any_group=True)) for step, _ in counted]
+        holding = [(step, t) for step, t in loose if sum(t.absent.values())]
+    notes = [f"{step.name}: only its backward was seen" for step in steps if step.kind == "backward"]
+    if not wants:
+        shown = [pair for pair in holding or counted if pair[0].kind == "training"] or holding or counted
+        rows = _rows([(None, *shown[-1])]) if shown else ()
+        if holding:
+            notes.append("no producer declared what to expect: nothing to compare with")
+        return Coverage(rows, (), tuple(notes), shown[-1][1].other if shown else {}, len(steps))
+
+    taken: dict[int, list[tuple[list[str], Step, Tally]]] = {}
+    whole = _split_over_graphs(holding, wants)
+    for step, t in [whole] if whole is not None else holding:
+        uses = {i: len(taken.get(i, ())) for i in range(len(wants))}
+        best = min(range(len(wants)), key=lambda i: (len(_differences(wants[i], step, t)), uses[i]))
+        taken.setdefault(best, []).append((_differences(wants[best], step, t), step, t))
+    failures = [text for found in taken.values() for texts, _, _ in found for text in texts]
+    matched = {model for i in taken for model in wants[i].models}
+    shown_pairs = []
+    for i, found in taken.items():
+        texts, step, t = max(found, key=lambda f: (len(f[0]), f[1].kind == "training", len(f[1].phases)))
+        if not texts:
+            _, step, t = max(reversed(found), key=lambda f: (f[1].kind == "training", len(f[1].phases)))
+        shown_pairs.append((wants[i], step, t))
+    for want in wants[: len(latest)]:
+        if want.models[0] in matched:
+            continue
+        if cached:
+            notes.append(f"{want.models[0]}: from cache, so what was captured is unknown")
+        else:
+            n = sum(v or 0 for v in want.count.values())
+            failures.append(
+                f"{codes.NOT_CAPTURED.id} {codes.NOT_CAPTURED.slug}: {want.models[0]}: expected {n} "
+                f"collectives in a step, "
+                f"found no compiled graph that holds any. {codes.NOT_CAPTURED.remedy}"
+            )
+        shown_pairs.append(
+            (want, Step(want.models[0], "training", (), frozenset() if cached else _ALL), _NOTHING)
+        )
+    rows = _rows(shown_pairs)
+    notes += [
+        f"{row.role}, {row.phase}: {row.after} after the passes, {row.buckets_expected} natural buckets"
+        for row in rows
+        if row.after is not None and row.buckets_expected is not None and row.after > row.buckets_expected
+    ]
+    other: Counter[str] = Counter()
+    for _, _, t in shown_pairs:
+        other.update(t.other)
+    return Coverage(rows, tuple(failures), tuple(notes), other, len(steps))
+
+
+_ALL = frozenset(PHASES)
+_NOTHING = tally(Step("", "training", (), frozenset()))
+
+
+def _want(records: Sequence[ExpectedRecord]) -> _Want:
+    count: dict[Cell, int | None] = {}
+    buckets: dict[Cell, int | None] = {}
+    groups: dict[tuple[str, str, str | None], int | None] = {}
+    for record in records:
+        for row in record.rows:
+            cell = (row.role, row.phase)
+            count[cell] = _plus(count.get(cell, 0), row.count)
+            buckets[cell] = _plus(buckets.get(cell, 0), row.buckets)
+            key = (*cell, row.param_group)
+            groups[key] = _plus(groups.get(key, 0), row.count)
+    return _Want(tuple(r.model for r in records), count, buckets, groups)
+
+
+def _plus(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
+
+
+def _split_over_graphs(
+    holding: Sequence[tuple[Step, Tally]], wants: Sequence[_Want]
+) -> tuple[Step, Tally] | None:
+    """The training steps as one, when only together they are what one of the declarations says."""
+    training = [step for step, _ in holding if step.kind == "training"]
+    if len(training) < 2 or len(training) < len(holding):
+        return None
+    whole = merged(training)
+    counts = tally(whole)
+    alone = any(not _differences(want, step, t) for want in wants for step, t in holding)
+    if alone or not whole.known or not any(not _differences(want, whole, counts) for want in wants):
+        return None
+    return whole, counts
+
+
+def _differences(want: _Want, step: Step, t: Tally) -> list[str]:
+    """One text for each (role, phase) that the step tells about and that is not as declared, all explicit."""
+    texts = []
+    for cell in sorted({*want.count, *t.captured}):
+        role, phase = cell
+        expected = want.count.get(cell, 0)
+        if phase not in step.phases or expected is None:
+            continue
+        captured, explicit = t.captured[cell], t.explicit[cell]
+        if captured == expected == explicit:
+            continue
+        found = [f"{captured} captured"]
+        for n, what in (
+            (t.inferred[cell], "inferred only"),
+            (t.malformed[cell], "malformed"),
+            (t.unlabelled[cell], "without a payload"),
+            (sum(t.dropped.get(cell, {}).values()), "dropped"),
+        ):
+            if n:
+                found.append(f"{n} {what}")
+        where = _by_group(want, t, cell)
+        texts.append(
+            f"{codes.EXPECTED_MISMATCH.id} {codes.EXPECTED_MISMATCH.slug}: step {step.name} ({step.kind}), "
+            f"{role}, {phase}: expected {expected} explicit, found {', '.join(found)}"
+            + (f"; {where}" if where else "")
+        )
+    return texts
+
+
+def _by_group(want: _Want, t: Tally, cell: Cell, limit: int = 8) -> str:
+    keys = sorted((k for k in {*want.groups, *t.groups} if k[:2] == cell), key=str)
+    off = [
+        f"{k[2]}: {want.groups.get(k, 0)} expected, {t.groups[k]} captured"
+        for k in keys
+        if k[2] is not None and want.groups.get(k, 0) is not None and want.groups.get(k, 0) != t.groups[k]
+    ]
+    more = f" and {len(off) - limit} more" if len(off) > limit else ""
+    return f"by parameter group: {'; '.join(off[:limit])}{more}" if off else ""
+
+
+def _rows(shown: Sequence[tuple[_Want | None, Step, Tally]]) -> tuple[CoverageRow, ...]:
+    rows: dict[Cell, CoverageRow] = {}
+    for want, step, t in shown:
+        cells = {*t.captured, *t.malformed, *t.unlabelled, *t.dropped, *(want.count if want else ())}
+        for cell in cells:
+            row = _row(cell, want, step, t)
+            rows[cell] = row if cell not in rows else _added(rows[cell], row)
+    return tuple(rows[cell] for cell in sorted(rows, key=lambda c: (c[0], PHASES.index(c[1]))))
+
+
+def _row(cell: Cell, want: _Want | None, step: Step, t: Tally) -> CoverageRow:
+    inference = step.kind == "inference" and cell[1] != "forward"
+    expected = None if want is None or inference else want.count.get(cell, 0)
+    known = cell[1] in step.phases
+    dropped = dict(t.dropped.get(cell, {}))
+    short = None if expected is None or not known else max(0, expected - t.captured[cell])
+    return CoverageRow(
+        role=cell[0],
+        phase=cell[1],
+        expected=expected,
+        captured=t.captured[cell] if known else None,
+        explicit=t.explicit[cell],
+        inferred=t.inferred[cell],
+        malformed=t.malformed[cell],
+        unlabelled=t.unlabelled[cell],
+        dropped=dropped,
+        not_captured=None if short is None else max(0, short - t.absent[cell]),
+        buckets_expected=None if want is None or inference else want.buckets.get(cell, 0),
+        after=t.after[cell] if known and all(g.after is not None for g in step.parts) else None,
+    )
+
+
+def _added(a: CoverageRow, b: CoverageRow) -> CoverageRow:
+    return CoverageRow(
+        role=a.role,
+        phase=a.phase,
+        expected=_plus(a.expected, b.expected),
+        captured=_plus(a.captured, b.captured),
+        explicit=a.explicit + b.explicit,
+        inferred=a.inferred + b.inferred,
+        malformed=a.malformed + b.malformed,
+        unlabelled=a.unlabelled + b.unlabelled,
+        dropped=Counter(a.dropped) + Counter(b.dropped),
+        not_captured=_plus(a.not_captured, b.not_captured),
+        buckets_expected=_plus(a.buckets_expected, b.buckets_expected),
+        after=_plus(a.after, b.after),
+    )

@@ -1,0 +1,335 @@
+"""What does a run amount to? One report from the records of one rank or of all, as values and as a dict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import codes
+from .coverage import Coverage, cover
+from .jsonl import RankLog
+from .records import SCHEMA, EventRecord, ExpectedRecord, RunRecord
+from .steps import CONFLICT, DROPPED, MALFORMED, PHASES, Graph, graphs_of, steps_of
+
+_AGREEMENT = ("differs", "timeout", "agreed", "alone", "skipped", "off")  # the first found speaks for the run
+_EXAMPLES = 20
+
+FAULTS = ("lost", "conflict", "malformed", "not_captured")
+"""Kinds of fault that `Report.faults` can be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """One code and where it came up; `examples` holds the first twenty places, `count` all."""
+
+    code: str
+    slug: str
+    severity: str
+    text: str
+    remedy: str
+    count: int
+    examples: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank's part of the report."""
+
+    rank: int
+    run: RunRecord | None
+    graphs: tuple[Graph, ...]
+    coverage: Coverage
+    warnings: tuple[Warned, ...]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+    agreement: str
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Collectives by what is known of them. `malformed` and `dropped` are of every graph, the others of
+        the steps shown in the coverage."""
+        rows = self.coverage.rows
+        return {
+            "explicit": sum(row.explicit for row in rows),
+            "inferred": sum(row.inferred for row in rows),
+            "malformed": sum(len(graph.marked(MALFORMED, "malformed")) for graph in self.graphs),
+            "dropped": sum(len(graph.marked(DROPPED, "dropped")) for graph in self.graphs),
+            "not_captured": sum(row.not_captured or 0 for row in rows),
+            "other": sum(self.coverage.other.values()),
+        }
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of all compiles and of our passes in them."""
+        finished = [graph.finish for graph in self.graphs if graph.finish is not None]
+        return {
+            "compile": round(sum(f.compile_seconds or 0.0 for f in finished), 6),
+            "passes": round(sum(p.seconds for graph in self.graphs for p in graph.passes), 6),
+        }
+
+    @property
+    def collectives(self) -> dict[str, Any]:
+        """Expected and captured by role and phase (null: unknown), before and after bucketing by role."""
+        rows = self.coverage.rows
+        roles = list(dict.fromkeys(row.role for row in rows))
+
+        def by_phase(name: str) -> dict[str, dict[str, int | None]]:
+            table: dict[str, dict[str, int | None]] = {role: dict.fromkeys(PHASES, 0) for role in roles}
+            for row in rows:
+                table[row.role][row.phase] = getattr(row, name)
+            return table
+
+        def by_role(name: str) -> dict[str, int | None]:
+            totals: dict[str, int | None] = {}
+            for role in roles:
+                values = [getattr(row, name) for row in rows if row.role == role]
+                totals[role] = None if None in values else sum(values)
+            return totals
+
+        return {
+            "expected": by_phase("expected"),
+            "captured": by_phase("captured"),
+            "before_bucketing": by_role("captured"),
+            "after_bucketing": by_role("after"),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run captured, labelled, merged and lost. `ranks` is sorted; the first one's tables are shown."""
+
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Everything that is not as declared, each text with its rank where the report holds several."""
+        return self._all("failures")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know but need not mend."""
+        return self._all("notes")
+
+    @property
+    def ok(self) -> bool:
+        """No failure on any rank."""
+        return not self.failures
+
+    @property
+    def agreement(self) -> str:
+        """The worst verdict of the cross-rank check: differs, timeout, agreed, alone, skipped, off or
+        none."""
+        return _worst(rank.agreement for rank in self.ranks)
+
+    def faults(self, kinds: Iterable[str]) -> list[str]:
+        """One line per fault of the given kinds (`FAULTS`) on any rank; ValueError for an unknown kind."""
+        found = []
+        for kind in kinds:
+            if kind not in FAULTS:
+                raise ValueError(f"expected kinds out of {', '.join(FAULTS)}, found {kind!r}")
+            for rank in self.ranks:
+                found += [f"{kind}: {self._on(rank)}{text}" for text in _faults(rank, kind)]
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Primitives only; the keys are listed in docs/run-format.md."""
+        first = self.ranks[0]
+        run = first.run
+        return {
+            "schema": SCHEMA,
+            "ok": self.ok,
+            "failures": list(self.failures),
+            "notes": list(self.notes),
+            "agreement": self.agreement,
+            "rank": first.rank,
+            "ranks": run.ranks if run is not None else len(self.ranks),
+            "run": None if run is None else asdict(run),
+            "counts": first.counts,
+            "collectives": first.collectives,
+            "coverage": [asdict(row) for row in first.coverage.rows],
+            "other": dict(first.coverage.other),
+            "steps": first.coverage.steps,
+            "seconds": first.seconds,
+            "graphs": [_graph(graph) for graph in first.graphs],
+            "warnings": [asdict(warned) for warned in first.warnings],
+            "by_rank": [
+                {
+                    "rank": rank.rank,
+                    "ok": not rank.failures,
+                    "counts": rank.counts,
+                    "agreement": rank.agreement,
+                    "seconds": rank.seconds,
+                    "graphs": len(rank.graphs),
+                }
+                for rank in self.ranks
+            ],
+        }
+
+    def _all(self, name: str) -> tuple[str, ...]:
+        return tuple(self._on(rank) + text for rank in self.ranks for text in getattr(rank, name))
+
+    def _on(self, rank: RankReport) -> str:
+        return f"rank {rank.rank}: " if len(self.ranks) > 1 else ""
+
+
+def build_report(logs: Sequence[RankLog]) -> Report:
+    """The report of one or more ranks' records. Ranks left over from an earlier start are left out, and
+    said."""
+    ordered = sorted(logs, key=lambda log: log.rank)
+    newest = max((_run(log) for log in ordered), key=lambda run: run.started if run else 0.0, default=None)
+    kept: list[int] = []
+    stale: list[int] = []
+    for log in ordered:
+        run = _run(log)
+        same = newest is None or run is None or (run.run_id, run.restart) == (newest.run_id, newest.restart)
+        (kept if same and (newest is None or log.rank < newest.ranks) else stale).append(log.rank)
+    ranks = [_rank_report(log) for log in ordered if log.rank in kept]
+    if stale or (newest is not None and len(kept) > 1 and len(kept) < newest.ranks):
+        missing = sorted(set(range(newest.ranks if newest else 0)) - set(kept))
+        note = (
+            f"ranks {stale} are of an earlier start and left out"
+            if stale
+            else f"ranks {missing} left no file"
+        )
+        first = ranks[0]
+        ranks[0] = RankReport(
+            first.rank,
+            first.run,
+            first.graphs,
+            first.coverage,
+            first.warnings,
+            first.failures,
+            (*first.notes, note),
+            first.agreement,
+        )
+    return Report(tuple(ranks))
+
+
+def _run(log: RankLog) -> RunRecord | None:
+    return next((record for record in log.records if isinstance(record, RunRecord)), None)
+
+
+def _rank_report(log: RankLog) -> RankReport:
+    graphs = graphs_of(log.records)
+    declared = [record for record in log.records if isinstance(record, ExpectedRecord)]
+    events = [record for record in log.records if isinstance(record, EventRecord)]
+    coverage = cover(steps_of(graphs), declared, cached=any(graph.cached for graph in graphs))
+    failures = list(coverage.failures)
+    notes = list(coverage.notes)
+    for graph in graphs:
+        where = f"{graph.phase} graph {graph.name}"
+        if graph.state == "unfinished":
+            notes.append(f"{where}: its compile did not end")
+        elif graph.finish is not None and graph.finish.error is not None:
+            failures.append(f"{where}: the compile failed: {graph.finish.error}")
+        elif graph.cached:
+            notes.append(f"{where}: from cache, no pass ran")
+        if graph.agreement is not None and graph.agreement.status == "differs":
+            failures.append(f"{where}: {graph.agreement.detail}")
+        elif graph.agreement is not None and graph.agreement.status == "timeout":
+            notes.append(f"{where}: not compared with every rank: {graph.agreement.detail}")
+    failures += [
+        f"{event.code} {event.slug}: {event.text}; {event.detail}"
+        for event in events
+        if event.severity == "error" and event.code != codes.RANKS_DISAGREE.id
+    ]
+    notes += log.damaged
+    if log.sections > 1:
+        notes.append(f"the last of {log.sections} sessions in the file")
+    verdicts = (graph.agreement.status for graph in graphs if graph.agreement is not None)
+    return RankReport(
+        rank=log.rank,
+        run=_run(log),
+        graphs=graphs,
+        coverage=coverage,
+        warnings=_warned(events, graphs),
+        failures=tuple(failures),
+        notes=tuple(notes),
+        agreement=_worst(verdicts),
+    )
+
+
+def _worst(verdicts: Iterable[str]) -> str:
+    found = set(verdicts)
+    return next((verdict for verdict in _AGREEMENT if verdict in found), "none")
+
+
+def _warned(events: Sequence[EventRecord], graphs: Sequence[Graph]) -> tuple[Warned, ...]:
+    names = {graph.number: f"{graph.phase} {graph.name}" for graph in graphs}
+    by_code: dict[str, list[EventRecord]] = {}
+    for event in events:
+        by_code.setdefault(event.code, []).append(event)
+    rank = {"error": 0, "warning": 1, "info": 2}
+    return tuple(
+        Warned(
+            code=found[0].code,
+            slug=found[0].slug,
+            severity=found[0].severity,
+            text=found[0].text,
+            remedy=found[0].remedy,
+            count=len(found),
+            examples=tuple(
+                {
+                    "graph": None if e.graph is None else names.get(e.graph, str(e.graph)),
+                    "node": e.node,
+                    "role": e.role,
+                    "pass": e.pass_name,
+                    "detail": e.detail,
+                }
+                for e in found[:_EXAMPLES]
+            ),
+        )
+        for found in sorted(by_code.values(), key=lambda f: (rank.get(f[0].severity, 0), f[0].code))
+    )
+
+
+def _faults(rank: RankReport, kind: str) -> list[str]:
+    if kind == "not_captured":
+        rows = [row for row in rank.coverage.rows if row.not_captured]
+        return [f"{row.role}, {row.phase}: {row.not_captured} of {row.expected} not captured" for row in rows]
+    slug = {code.id: code.slug for code in codes.CODES.values()}
+    wanted, absence = {
+        "lost": (DROPPED, "dropped"),
+        "malformed": (MALFORMED, "malformed"),
+        "conflict": (CONFLICT, "conflict"),
+    }[kind]
+    return [
+        f"{code} {slug.get(code, '')}: node {node} of {graph.phase} graph {graph.name}"
+        for graph in rank.graphs
+        for node, code in graph.marked(wanted, absence).items()
+    ]
+
+
+def _graph(graph: Graph) -> dict[str, Any]:
+    finish = graph.finish
+    return {
+        "graph": graph.number,
+        "phase": graph.phase,
+        "name": graph.name,
+        "backend": graph.backend,
+        "state": graph.state,
+        "error": finish.error if finish is not None else None,
+        "cached": graph.cached,
+        "lite": finish.lite if finish is not None else "off",
+        "compile_seconds": finish.compile_seconds if finish is not None else None,
+        "agreement": graph.agreement.status if graph.agreement is not None else "none",
+        "captured": _roles(graph.before),
+        "after": _roles(graph.after),
+        "passes": [
+            {
+                "name": p.name,
+                "seconds": p.seconds,
+                "changed": p.changed,
+                "before": dict(p.before),
+                "after": dict(p.after),
+                "summary": dict(p.summary),
+            }
+            for p in graph.passes
+        ],
+    }
+
+
+def _roles(rows: Sequence[Any] | None) -> dict[str, int] | None:
+    return None if rows is None else dict(Counter(row.role or f"({row.transport})" for row in rows))

@@ -1,0 +1,221 @@
+"""Which session is open? One per process, opened by `enable` (or by the backend), closed by its handle.
+
+The holder at the end of this file is the only mutable state of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, get_args
+
+from .ledger import Expectation, GraphKind, GraphLog, Ledger
+from .reporting.jsonl import read_run
+from .reporting.report import Report, build_report
+
+Mode = Literal["optimize", "observe"]
+
+
+class SessionError(RuntimeError):
+    """A session was opened twice or is missing; the text says where and what to do."""
+
+
+class Session:
+    """What a run is asked to do and what it has seen. Every method may be called from any thread.
+
+    Attributes:
+        mode: "optimize" lets the passes change graphs, "observe" only looks and reports.
+        run_dir: folder of the `rank{N}.jsonl` files, None for memory only.
+        agreement_timeout: seconds to wait for other ranks before a graph's first run; 0 is off.
+        ledger: the records.
+        opened_at: "file:line" of the caller.
+        implicit: opened by the backend because nobody had.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Mode = "optimize",
+        run_dir: str | os.PathLike[str] | None = None,
+        agreement_timeout: float = 60.0,
+        opened_at: str = "?",
+        implicit: bool = False,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode: expected one of {', '.join(get_args(Mode))}, found {mode!r}")
+        if not agreement_timeout >= 0:
+            raise ValueError(
+                f"agreement_timeout: expected seconds >= 0 (0 = off), found {agreement_timeout!r}"
+            )
+        self.mode: Mode = mode
+        self.run_dir = None if run_dir is None else str(_usable(Path(run_dir)))
+        self.agreement_timeout = float(agreement_timeout)
+        self.opened_at = opened_at
+        self.implicit = implicit
+        self.ledger = Ledger(mode=mode, run_dir=self.run_dir, agreement_timeout=self.agreement_timeout)
+
+    def declare(self, expectation: Expectation) -> None:
+        """Say what a producer will emit; the same model name again replaces it."""
+        self.ledger.declare(expectation)
+
+    def begin_graph(self, kind: GraphKind, name: str, backend: str) -> GraphLog:
+        """Start the log of one compile; `name` is the same for the forward and backward of one compile."""
+        return self.ledger.begin_graph(kind, name, backend)
+
+    def report(self) -> Report:
+        """What this process has seen so far."""
+        return build_report((self.ledger.rank_log(),))
+
+    def close(self) -> None:
+        """Close the run file; the records stay readable through `report`. Twice does no harm."""
+        _HOLDER.release(self)
+        self.ledger.close()
+
+
+class Handle:
+    """Closes what `enable` opened; a context manager."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def report(self) -> Report:
+        """What this process has seen so far; also after `close`."""
+        return self.session.report()
+
+    def close(self) -> None:
+        """End the session. Twice does no harm."""
+        self.session.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def enable(
+    *,
+    mode: Mode = "optimize",
+    run_dir: str | os.PathLike[str] | None = None,
+    agreement_timeout: float = 60.0,
+) -> Handle:
+    """Open the session of this process.
+
+    Args:
+        mode: "optimize", or "observe" to classify and report without changing any graph.
+        run_dir: folder for `rank{N}.jsonl`, made if absent; None keeps the records in memory.
+        agreement_timeout: seconds to wait for the other ranks before a graph's first run; 0 turns the check
+        off.
+
+    Raises:
+        SessionError: a session is open already; names where. One that a producer or the backend opened by
+            itself is replaced and hands its declarations on.
+        ValueError: unknown mode or negative timeout.
+        OSError: the folder cannot be made or written.
+    """
+    session = Session(mode=mode, run_dir=run_dir, agreement_timeout=agreement_timeout, opened_at=_caller())
+    _HOLDER.open(session)
+    return Handle(session)
+
+
+def current() -> Session | None:
+    """The open session, None when there is none."""
+    return _HOLDER.session
+
+
+def ensure(run_dir: str | os.PathLike[str] | None = None) -> Session:
+    """The open session; without one, a new implicit one in mode "optimize".
+
+    Args:
+        run_dir: where an implicit session keeps its records; one that has another folder, or none, is
+            replaced and hands its declarations on.
+
+    Raises:
+        SessionError: an explicit session is open and keeps its records elsewhere.
+        OSError: the folder cannot be made or written.
+    """
+    return _HOLDER.ensure(_caller(), None if run_dir is None else str(Path(run_dir).absolute()))
+
+
+def report(run_dir: str | os.PathLike[str] | None = None) -> Report:
+    """The report of the open session (this rank), or of a run folder (every rank in it).
+
+    Raises:
+        SessionError: no `run_dir` and no open session.
+        RunFolderError: the folder holds no readable run.
+    """
+    if run_dir is not None:
+        return build_report(read_run(run_dir))
+    session = current()
+    if session is None:
+        raise SessionError(
+            "expected an open session or a run_dir, found neither: call report() before the handle of "
+            "enable() is closed, use handle.report(), or give the run_dir"
+        )
+    return session.report()
+
+
+class _Holder:
+    """The one session of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.session: Session | None = None
+
+    def open(self, session: Session) -> None:
+        with self.lock:
+            replaced = self.session
+            if replaced is not None and not replaced.implicit:
+                raise SessionError(
+                    f"expected no open session, found one opened at {replaced.opened_at}: close its "
+                    f"handle first, or use `with enable(...)`"
+                )
+            self.session = session
+            if replaced is not None:
+                session.ledger.take_over(replaced.ledger)
+
+    def ensure(self, caller: str, run_dir: str | None) -> Session:
+        with self.lock:
+            open_now = self.session
+            if open_now is not None and run_dir in (None, open_now.run_dir):
+                return open_now
+            if open_now is not None and not open_now.implicit:
+                raise SessionError(
+                    f"expected run_dir {open_now.run_dir!r} or none, found {run_dir!r}: the session opened "
+                    f"at {open_now.opened_at} decides where records are kept; give the folder to "
+                    f"enable(run_dir=...)"
+                )
+            self.session = opened = Session(run_dir=run_dir, opened_at=caller, implicit=True)
+            if open_now is not None:
+                opened.ledger.take_over(open_now.ledger)
+            return opened
+
+    def release(self, session: Session) -> None:
+        with self.lock:
+            if self.session is session:
+                self.session = None
+
+
+_HOLDER = _Holder()
+
+
+def _usable(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"run_dir: expected a folder that can be written, found {folder}; choose another"
+        )
+    return folder.absolute()
+
+
+def _caller() -> str:
+    here = Path(__file__).parent
+    for frame in reversed(traceback.extract_stack()):
+        if Path(frame.filename).parent != here:
+            return f"{frame.filename}:{frame.lineno}"
+    return "?"
