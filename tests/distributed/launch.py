@@ -1,0 +1,363 @@
+"""`launch(fn, 2, *args, timeout=60)` runs the module-level `fn(rank, ranks, *args)` on real processes
+(gloo, file store) and returns one value per rank; `run_script(path, 2, [...], timeout=120)` runs a script
+under torchrun; `from tests.distributed.launch import launch`.
+
+Every process of a launch carries a unique mark in its environment, so that nothing outlives the launch: at
+the deadline, and at the end, whatever still carries the mark is killed (inductor's compile workers too). A
+failure raises `LaunchError` with the tail of each rank's log. No port is chosen in advance, no name is
+shared: launches may run side by side under pytest-xdist.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_MARK = "COLLECTIVE_IDENTITY_TEST_LAUNCH"
+_TAIL_LINES = 60
+
+
+class LaunchError(AssertionError):
+    """A rank failed or the deadline passed; the text holds the tail of every rank's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What became of one rank: `value` is what the function returned (None if it failed), `log` stdout and
+    stderr."""
+
+    rank: int
+    value: Any
+    exit_code: int | None
+    log: str
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOutcome:
+    """A torchrun run: `stdout` of rank 0 alone, `logs[rank]` stdout and stderr of each, `exit_code` of
+    torchrun."""
+
+    exit_code: int
+    stdout: str
+    logs: tuple[str, ...]
+    launcher_log: str
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str | None = "gloo",
+    store: str = "file",
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    grace: float = 5.0,
+) -> list[Any]:
+    """Run `fn(rank, ranks, *args)` on `ranks` processes; return the values in rank order.
+
+    `backend=None` starts no process group. `store` is "file" or "tcp" (rank 0 serves on a port the system
+    picks). `env` adds to the environment; by default one thread, one compile thread and a fresh inductor
+    cache per rank. `check=False` returns a `RankOutcome` per rank and raises only at the deadline. After
+    the first failure the other ranks get `grace` seconds to end by themselves. `timeout` is in seconds and
+    covers start-up (import torch: ~3 s).
+    """
+    if store not in ("file", "tcp"):
+        raise ValueError(f"store must be 'file' or 'tcp', not {store!r}")
+    mark = uuid.uuid4().hex
+    work = Path(tempfile.mkdtemp(prefix="launch-"))
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        job = {
+            "path": sys.path,
+            "module": fn.__module__,
+            "file": sys.modules[fn.__module__].__file__,
+            "function": fn.__qualname__,
+            "args": pickle.dumps(args),
+            "ranks": ranks,
+            "backend": backend,
+            "store": store,
+            "dump_after": max(timeout - 3.0, timeout * 0.7),
+        }
+        (work / "job").write_bytes(pickle.dumps(job))
+        for rank in range(ranks):
+            with open(work / f"log{rank}", "wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", os.path.abspath(__file__), str(work), str(rank)],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        env=_environment(mark, work / f"inductor{rank}", env),
+                        start_new_session=True,
+                    )
+                )
+        expired = not _wait(processes, timeout, grace if check else None)
+        outcomes = [_outcome(work, rank, process) for rank, process in enumerate(processes)]
+    finally:
+        _kill(mark, processes)
+        shutil.rmtree(work, ignore_errors=True)
+    if expired:
+        running = [o.rank for o in outcomes if o.exit_code is None]
+        raise LaunchError(
+            _tails(f"{fn.__qualname__}: no end after {timeout} s, ranks {running} killed", outcomes)
+        )
+    if not check:
+        return list(outcomes)
+    if not all(o.ok for o in outcomes):
+        bad = {o.rank: o.exit_code for o in outcomes if not o.ok}
+        raise LaunchError(
+            _tails(f"{fn.__qualname__}: rank: exit code {bad} (None: killed after another's)", outcomes)
+        )
+    return [o.value for o in outcomes]
+
+
+def run_script(
+    script: str | Path,
+    ranks: int,
+    argv: Sequence[str] = (),
+    *,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    cwd: str | Path = REPOSITORY,
+) -> ScriptOutcome:
+    """Run `script argv` under torchrun on `ranks` processes of this host, on a port that torchrun finds
+    itself.
+
+    Raises `LaunchError` at the deadline, and unless `check=False` on an exit code other than 0.
+    """
+    mark = uuid.uuid4().hex
+    work = Path(tempfile.mkdtemp(prefix="launch-"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["--redirects=3", f"--log-dir={work / 'logs'}", str(script), *argv]
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with open(work / "launcher", "wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=cwd,
+                env=_environment(mark, work / "inductor", env),
+                start_new_session=True,
+            )
+        expired = not _wait([process], timeout, None)
+        streams = [_torchrun_streams(work / "logs", rank) for rank in range(ranks)]
+        launcher_log = (work / "launcher").read_text(errors="replace")
+    finally:
+        _kill(mark, [] if process is None else [process])
+        shutil.rmtree(work, ignore_errors=True)
+    exit_code = process.returncode
+    outcomes = [RankOutcome(rank, None, exit_code, out + err) for rank, (out, err) in enumerate(streams)]
+    if expired or (check and exit_code != 0):
+        what = f"no end after {timeout} s" if expired else f"exit code {exit_code}"
+        raise LaunchError(_tails(f"{script}: {what}\n{_tail(launcher_log)}", outcomes))
+    return ScriptOutcome(exit_code, streams[0][0], tuple(o.log for o in outcomes), launcher_log)
+
+
+def _environment(mark: str, cache: Path, extra: Mapping[str, str] | None) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "PYTEST_XDIST"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    inherited = env.get("PYTHONPATH")
+    env.update(
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), *([inherited] if inherited else [])]),
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCHINDUCTOR_CACHE_DIR=str(cache),
+    )
+    env.update(extra or {})
+    env[_MARK] = mark
+    return env
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: float | None) -> bool:
+    """True when all ended (or, with `grace`, that long after the first failure); False at the deadline."""
+    deadline = time.monotonic() + timeout
+    failed_at: float | None = None
+    while True:
+        codes = [p.poll() for p in processes]
+        if all(code is not None for code in codes):
+            return True
+        now = time.monotonic()
+        if grace is not None and any(code not in (None, 0) for code in codes):
+            failed_at = failed_at or now
+            if now - failed_at > grace:
+                return True
+        if now > deadline:
+            return False
+        time.sleep(0.02)
+
+
+def _kill(mark: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            _signal(process.pid, group=True)
+    for _ in range(50):
+        alive = _marked(mark)
+        for pid in alive:
+            _signal(pid, group=False)
+        if not alive:
+            break
+        time.sleep(0.02)
+    for process in processes:
+        process.wait()
+
+
+def _signal(pid: int, *, group: bool) -> None:
+    try:
+        if group:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # it ended in the meantime
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that carry the mark and still run (Linux; elsewhere none, and the process groups must do)."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # another user's, or gone
+    return found
+
+
+def _outcome(work: Path, rank: int, process: subprocess.Popen[bytes]) -> RankOutcome:
+    log = (work / f"log{rank}").read_text(errors="replace")
+    value, written = None, work / f"value{rank}"
+    if process.returncode == 0 and written.exists():
+        value = pickle.loads(written.read_bytes())
+    return RankOutcome(rank, value, process.returncode, log)
+
+
+def _torchrun_streams(logs: Path, rank: int) -> tuple[str, str]:
+    def read(name: str) -> str:
+        return "".join(
+            p.read_text(errors="replace") for p in sorted(logs.glob(f"*/attempt_*/{rank}/{name}.log"))
+        )
+
+    return read("stdout"), read("stderr")
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+
+
+def _tails(head: str, outcomes: Sequence[RankOutcome]) -> str:
+    parts = [
+        f"----- rank {o.rank} (exit code {o.exit_code}), last lines -----\n{_tail(o.log)}" for o in outcomes
+    ]
+    return "\n".join([head, *parts])
+
+
+# ---- in the child ----
+
+
+def _load(job: Mapping[str, Any]) -> ModuleType:
+    """Import the module of the function under the name it has in the parent, whatever way pytest imported
+    it."""
+    name: str = job["module"] if job["module"] != "__main__" else "__launched__"
+    try:
+        module = importlib.import_module(name)
+        if getattr(module, "__file__", None) == job["file"]:
+            return module
+    except ImportError:
+        pass
+    spec = importlib.util.spec_from_file_location(name, job["file"])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _start_process_group(work: Path, rank: int, job: Mapping[str, Any]) -> None:
+    import torch.distributed as dist
+
+    ranks: int = job["ranks"]
+    store: dist.Store
+    if job["store"] == "file":
+        store = dist.FileStore(str(work / "store"), ranks)
+    else:
+        port = work / "port"
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+            written = work / "port.new"
+            written.write_text(str(store.port))
+            written.rename(port)
+        else:
+            while not port.exists():
+                time.sleep(0.01)
+            store = dist.TCPStore("127.0.0.1", int(port.read_text()), ranks, is_master=False)
+    dist.init_process_group(job["backend"], store=store, rank=rank, world_size=ranks)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(99)
+
+
+def _child(work: Path, rank: int) -> int:
+    job = pickle.loads((work / "job").read_bytes())
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    faulthandler.dump_traceback_later(job["dump_after"], exit=False)
+    sys.path[:] = [*job["path"], str(REPOSITORY)]
+    function: Any = _load(job)
+    for part in job["function"].split("."):
+        function = getattr(function, part)
+    args = pickle.loads(job["args"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]))
+    if job["backend"] is not None:
+        _start_process_group(work, rank, job)
+    value = function(rank, job["ranks"], *args)
+    written = work / f"value{rank}.new"
+    written.write_bytes(pickle.dumps(value))
+    written.rename(work / f"value{rank}")
+    if job["backend"] is not None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        code = _child(Path(sys.argv[1]), int(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
