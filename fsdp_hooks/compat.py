@@ -1,0 +1,206 @@
+"""Every private name of FSDP2 that this package uses, in one place.
+
+Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0, torch/distributed/fsdp/_fully_shard/. 2.11 keeps one
+parameter group a state (``_fsdp_param_group``), 2.12 and later a list (``_fsdp_param_groups``). Nothing here
+changes torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from .errors import InstallError
+
+SUPPORTED = ((2, 11), (2, 15))
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_STATE_ATTRIBUTES = (
+    "_pre_forward_hook_handle",
+    "_post_forward_hook_handle",
+    "_mp_policy",
+    "_modules",
+    "_device",
+    "_is_root",
+    "_lazy_init",
+)
+_GROUP_ATTRIBUTES = (
+    "fsdp_params",
+    "mesh_info",
+    "post_forward_mesh_info",
+    "_use_post_forward_mesh",
+    "reduce_grads",
+    "all_reduce_grads",
+)
+_PARAM_ATTRIBUTES = ("_module_info", "fsdp_placement", "sharded_param", "_orig_size")
+_DIVIDE_PARAMETERS = (
+    "reduce_scatter_group",
+    "all_reduce_group",
+    "reduce_dtype",
+    "device_type",
+    "factor",
+    "force_sum_reduction_for_comms",
+)
+
+
+def check_version() -> None:
+    """Refuse a torch whose FSDP2 was never read.
+
+    Raises:
+        InstallError: the torch version is outside 2.11 to 2.15, or FSDP2's internals are not as they were read.
+    """
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = SUPPORTED
+    if not low <= found <= high:
+        raise InstallError(
+            f"fsdp_hooks expects torch {low[0]}.{low[1]} to {high[0]}.{high[1]}, found torch {torch.__version__}: "
+            "install a torch in that range, or a newer collective-identity"
+        )
+    parameters = tuple(inspect.signature(_divide_factors()).parameters)
+    if parameters != _DIVIDE_PARAMETERS:
+        raise InstallError(
+            f"fsdp_hooks expects {_FSDP}._fsdp_collectives._get_gradient_divide_factors{_DIVIDE_PARAMETERS}, "
+            f"found {parameters} in torch {torch.__version__}: install a torch release (not a nightly) in 2.11 to 2.15"
+        )
+
+
+def _divide_factors() -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    return _get_gradient_divide_factors
+
+
+def _require(thing: Any, names: tuple[str, ...], where: str) -> None:
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        raise InstallError(
+            f"{where}: expected FSDP2's {type(thing).__name__} to have {', '.join(missing)} (seen in torch 2.11 to "
+            f"2.15), found none in torch {torch.__version__}: use a released torch in that range"
+        )
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """``(name, module)`` of every module that ``fully_shard`` was applied to, in ``named_modules`` order."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def state_of(module: nn.Module, name: str) -> Any:
+    """The ``FSDPState`` of an FSDP module."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    _require(state, _STATE_ATTRIBUTES, f"module {name!r}")
+    return state
+
+
+def groups_of(state: Any, name: str) -> list[Any]:
+    """The ``FSDPParamGroup`` objects of a state, in order; empty when all its parameters belong to children."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        only = getattr(state, "_fsdp_param_group", None)
+        groups = [] if only is None else [only]
+    for group in groups:
+        _require(group, _GROUP_ATTRIBUTES, f"module {name!r}")
+    return list(groups)
+
+
+def finish_lazy_init(root: nn.Module, name: str) -> None:
+    """Run FSDP2's own lazy initialisation: which module is the root, mixed-precision dtypes, state-dict hooks."""
+    state = state_of(root, name)
+    if state._is_root is None:
+        state._lazy_init()
+
+
+def params_of(group: Any, name: str) -> list[Any]:
+    """The ``FSDPParam`` objects of a group, in FSDP2's order."""
+    params = list(group.fsdp_params)
+    for param in params:
+        _require(param, _PARAM_ATTRIBUTES, f"module {name!r}")
+    return params
+
+
+def dtypes_of(param: Any, fqn: str) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """``(param_dtype, reduce_dtype)`` of mixed precision, None where nothing is cast; set by lazy initialisation."""
+    _require(param, ("param_dtype", "reduce_dtype"), f"parameter {fqn!r}")
+    return param.param_dtype, param.reduce_dtype
+
+
+def owners_of(param: Any) -> list[tuple[nn.Module, str]]:
+    """Every ``(module, attribute name)`` that reads this parameter (tied parameters have several)."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def unsharded_spec(param: Any) -> Any | None:
+    """The ``DTensorSpec`` of the unsharded parameter when it is tensor- or expert-parallel, else None."""
+    return getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)
+
+
+def shard_group(group: Any) -> Any | None:
+    """The process group of the all-gathers; None when the mesh has no shard dimension (plain replicate)."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def reduce_group(group: Any) -> Any:
+    """The process group of the reduce-scatters."""
+    return getattr(group.mesh_info, "reduce_scatter_process_group", None) or group.mesh_info.shard_process_group
+
+
+def replicate_group(group: Any) -> Any | None:
+    """The process group of HSDP's all-reduces, None for one-dimensional FSDP."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def resharded_after_forward(group: Any) -> bool:
+    """FSDP2's own decision (lazy initialisation turns it off for a root that left it to FSDP2)."""
+    return group.post_forward_mesh_info is not None
+
+
+def divide_factors(group: Any, reduce_dtype: torch.dtype, device_type: str) -> tuple[Any, Any, Any, Any]:
+    """``(predivide, postdivide, reduce-scatter op, all-reduce op)`` as FSDP2 computes them for this group."""
+    return _divide_factors()(  # type: ignore[no-any-return]
+        reduce_group(group),
+        replicate_group(group),
+        reduce_dtype,
+        device_type,
+        getattr(group, "gradient_divide_factor", None),
+        getattr(group, "force_sum_reduction_for_comms", False),
+    )
+
+
+def uses_default_comms(group: Any) -> bool:
+    """True when no custom all-gather or reduce-scatter object was set."""
+    return all(
+        type(getattr(group, name)).__name__ == default
+        for name, default in (
+            ("_all_gather_comm", "DefaultAllGather"),
+            ("_reduce_scatter_comm", "DefaultReduceScatter"),
+        )
+        if hasattr(group, name)
+    )
+
+
+def offloads_to_cpu(group: Any) -> bool:
+    """True when the group was sharded with ``CPUOffloadPolicy``."""
+    return isinstance(getattr(group, "offload_policy", None), CPUOffloadPolicy)
+
+
+def has_all_gather_extension(param: Any) -> bool:
+    """True for a parameter subclass with ``fsdp_pre_all_gather`` (float8 and the like)."""
+    return hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
+
+
+def hook_slot(handle: Any, hooks: dict[int, Any], name: str) -> int:
+    """The key under which one of FSDP2's own forward hooks is registered on its module."""
+    key = getattr(handle, "id", None)
+    if key not in hooks:
+        raise InstallError(
+            f"module {name!r}: expected FSDP2's forward hook to be registered, found it removed: another tool took "
+            "it away (or the model was already captured); apply fully_shard and install once, in that order"
+        )
+    return int(key)

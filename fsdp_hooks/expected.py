@@ -1,0 +1,61 @@
+"""How many collectives of each role one training step of a sharded model issues, read from FSDP2 alone.
+
+Independent of the capture: it walks FSDP2's parameter groups, mesh and options, never a graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from torch import nn
+
+from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
+from collective_identity.ledger import Expectation, ExpectedRow
+
+from .survey import specs_of
+
+_Key = tuple[str, str, str, str]  # role, phase, parameter group, dtype
+
+
+def expected_collectives(model: nn.Module, *, saved_for_backward: Collection[str] | None = None) -> Expectation:
+    """The collectives of one forward and backward, by role, phase, parameter group and wire dtype.
+
+    Args:
+        model: a ``fully_shard`` model, installed or not.
+        saved_for_backward: fully qualified names of the parameters whose *values* backward needs; only these are
+            gathered again after a reshard. None: not known, and the re-gather counts are left open.
+
+    Returns:
+        One row per role, phase, parameter group and dtype: ``count`` collectives before bucketing (one a
+        parameter) and ``buckets`` after (one).
+    """
+    specs = specs_of(model)
+    counts: Counter[_Key] = Counter()
+    unknown: set[_Key] = set()
+    for spec in specs:
+        args = spec.args
+        if args.group_size > 1:
+            counts[PARAM_UNSHARD, "forward", args.param_group, str(spec.gather_dtype)] += 1
+            if args.reshard_after_forward:
+                key = (PARAM_UNSHARD, "regather", args.param_group, str(spec.gather_dtype))
+                if saved_for_backward is None:
+                    unknown.add(key)
+                elif spec.fqn in saved_for_backward:
+                    counts[key] += 1
+        if spec.trainable:
+            if args.group_size > 1:
+                counts[GRAD_REDUCE_SHARD, "backward", args.param_group, str(spec.reduce_dtype)] += 1
+            if args.replicate_group is not None:
+                counts[GRAD_REPLICATE_REDUCE, "backward", args.param_group, str(spec.reduce_dtype)] += 1
+    rows = [
+        ExpectedRow(role=role, phase=phase, param_group=group, dtype=dtype, count=count, buckets=1)
+        for (role, phase, group, dtype), count in counts.items()
+    ]
+    rows += [
+        ExpectedRow(role=role, phase=phase, param_group=group, dtype=dtype, count=None, buckets=None)
+        for role, phase, group, dtype in sorted(unknown)
+    ]
+    first = specs[0].args
+    world = {"shard": first.group_size, "replicate": first.replicate_size}
+    return Expectation(model=type(model).__name__, world=world, rows=tuple(rows))

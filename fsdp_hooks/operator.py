@@ -1,0 +1,171 @@
+"""The one operator through which a sharded parameter becomes a full one.
+
+``fsdp_hooks::unshard`` is a CompositeImplicitAutograd operator: Dynamo keeps it as a single call with literal
+arguments (so they are part of every cache key), AOTAutograd takes it apart into ordinary functional
+collectives, and the autograd function inside brings the gradient back to the shard. Each collective is issued
+under its own :func:`collective_identity.role_scope`; nothing else is.
+
+Order of the gradient's arithmetic (cast, pre-divide, reduce-scatter, all-reduce, post-divide, cast) is that of
+``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (read in 2.11.0 to 2.15.0).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.fx.traceback import annotate
+
+from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD, role_scope
+from collective_identity.transports import WAIT, Transport, default_overload
+
+from .reshard import reshard_mark
+
+NAMESPACE = "fsdp_hooks"
+SCHEMA = (
+    "unshard(Tensor shard, int version, str producer, str param, str param_group, int dim, int size, "
+    "str group, int group_size, str reduce_group, str reduce_op, str? replicate_group, int replicate_size, "
+    "str replicate_op, float? predivide, float? postdivide, ScalarType? param_dtype, "
+    "ScalarType? reduce_dtype, bool reshard_after_forward) -> Tensor"
+)
+
+
+class UnshardArgs(NamedTuple):
+    """The operator's literal arguments, in schema order (all but the shard).
+
+    ``size`` is the unsharded length of dimension ``dim`` in elements; ``*_op`` are functional-collective reduce
+    operations (``"sum"``, ``"avg"``); dtypes of None mean "as it is".
+    """
+
+    version: int
+    producer: str
+    param: str
+    param_group: str
+    dim: int
+    size: int
+    group: str
+    group_size: int
+    reduce_group: str
+    reduce_op: str
+    replicate_group: str | None
+    replicate_size: int
+    replicate_op: str
+    predivide: float | None
+    postdivide: float | None
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reshard_after_forward: bool
+
+    @property
+    def chunk(self) -> int:
+        """Length of one padded shard in dimension ``dim`` (``torch.chunk`` arithmetic)."""
+        return -(-self.size // self.group_size)
+
+
+class _OwnSequenceNumber(torch.autograd.Function):
+    """Takes one autograd sequence number.
+
+    AOTAutograd copies a forward node's ``custom`` to backward nodes of the same ``seq_nr`` (torch 2.11 and 2.12
+    replace the backward node's dict). The forward nodes of :class:`_Unshard` must therefore not carry the
+    number of the function whose backward issues the gradient collectives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:  # type: ignore[override]
+        ctx.args, ctx.length, ctx.dtype = args, shard.shape[args.dim], shard.dtype
+        _OwnSequenceNumber.apply(shard)
+        if args.param_dtype is not None:
+            shard = shard.to(args.param_dtype)
+        if args.group_size == 1:
+            return shard.view_as(shard)
+        full = WAIT(_gather(_pad(shard, args.dim, args.chunk), args))
+        if args.dim != 0:
+            full = torch.cat(torch.chunk(full, args.group_size, 0), args.dim)
+        if full.shape[args.dim] != args.size:
+            full = full.narrow(args.dim, 0, args.size)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        args: UnshardArgs = ctx.args
+        if args.reduce_dtype is not None:
+            grad = grad.to(args.reduce_dtype)
+        if args.group_size > 1:
+            grad = _pad(grad, args.dim, args.chunk * args.group_size)
+            if args.dim != 0:
+                grad = torch.cat(torch.chunk(grad, args.group_size, args.dim), 0)
+        if args.predivide is not None:
+            grad = grad / args.predivide
+        if args.group_size > 1:
+            grad = WAIT(_reduce(grad.contiguous(), args))
+        if args.replicate_group is not None:
+            grad = WAIT(_replicate(grad.contiguous(), args))
+        if args.postdivide is not None:
+            grad = grad / args.postdivide
+        grad = grad.to(ctx.dtype)
+        if grad.shape[args.dim] != ctx.length:
+            grad = grad.narrow(args.dim, 0, ctx.length)
+        return grad, None
+
+
+def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    missing = length - x.shape[dim]
+    return x if missing == 0 else F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
+
+
+def _gather(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
+    with (
+        role_scope(PARAM_UNSHARD, producer=a.producer, group=a.group, param_group=a.param_group, params=[a.param]),
+        annotate(reshard_mark(a.reshard_after_forward)),
+    ):
+        return default_overload(Transport.ALL_GATHER)(x, a.group_size, a.group)
+
+
+def _reduce(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
+    with role_scope(
+        GRAD_REDUCE_SHARD, producer=a.producer, group=a.reduce_group, param_group=a.param_group, params=[a.param]
+    ):
+        return default_overload(Transport.REDUCE_SCATTER)(x, a.reduce_op, a.group_size, a.reduce_group)
+
+
+def _replicate(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
+    group = a.replicate_group
+    assert group is not None
+    with role_scope(
+        GRAD_REPLICATE_REDUCE, producer=a.producer, group=group, param_group=a.param_group, params=[a.param]
+    ):
+        return default_overload(Transport.ALL_REDUCE)(x, a.replicate_op, group)
+
+
+def _unshard(shard: torch.Tensor, *args: Any) -> torch.Tensor:
+    return _Unshard.apply(shard, UnshardArgs(*args))
+
+
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("unshard", _unshard, "CompositeImplicitAutograd")
+
+
+def unshard(shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
+    """Gather ``shard`` into the full parameter; its backward reduces the gradient into the shard.
+
+    Args:
+        shard: this rank's part, any float dtype, shape of the full parameter except dimension ``args.dim``,
+            which holds ``torch.chunk``'s share (the last ranks may hold less, or nothing).
+        args: what to gather and how to reduce.
+
+    Returns:
+        The full parameter, ``args.param_dtype`` or the shard's dtype.
+    """
+    return torch.ops.fsdp_hooks.unshard(shard, *args)  # type: ignore[no-any-return]

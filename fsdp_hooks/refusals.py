@@ -1,0 +1,115 @@
+"""The FSDP2 options that capture does not honour yet. Each is refused by name; none is ignored."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from . import compat
+from .errors import UnsupportedOption
+
+WAY_OUT = "remove it, or train this model with eager FSDP2 (leave out fsdp_hooks.install)"
+
+_GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("offload_policy=CPUOffloadPolicy", compat.offloads_to_cpu),
+    ("a custom all-gather or reduce-scatter object", lambda g: not compat.uses_default_comms(g)),
+    ("set_all_reduce_hook", lambda g: getattr(g, "_all_reduce_hook", None) is not None),
+    ("set_requires_gradient_sync(False)", lambda g: not g.reduce_grads),
+    ("set_requires_all_reduce(False)", lambda g: not g.all_reduce_grads),
+    ("set_reshard_after_backward(False)", lambda g: not getattr(g, "reshard_after_backward", True)),
+    ("a gradient divide factor", lambda g: getattr(g, "gradient_divide_factor", None) is not None),
+    ("set_unshard_in_backward(False)", lambda g: not getattr(g, "unshard_in_backward", True)),
+    ("set_reduce_scatter_unused_params(True)", lambda g: bool(getattr(g, "reduce_scatter_unused_params", False))),
+    ("reshard_after_forward=<int>", lambda g: compat.resharded_after_forward(g) and g._use_post_forward_mesh),
+    ("dp_mesh_dims (an SPMD mesh)", lambda g: bool(getattr(g.mesh_info, "is_spmd_mesh", False))),
+    ("replicate() (a mesh without a shard dimension)", lambda g: compat.shard_group(g) is None),
+)
+
+_PARAM_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("fsdp_pre_all_gather / fsdp_post_all_gather", compat.has_all_gather_extension),
+    ("keep_unsharded_storage", lambda p: bool(getattr(p, "keep_unsharded_storage", False))),
+    ("a sharded gradient dtype of its own", lambda p: bool(getattr(p, "_has_sharded_grad_dtype_override", False))),
+)
+
+#: FSDPModule methods that would change, behind our back, what a captured graph does. True: only this argument
+#: (the default) is accepted.
+_AFTER_INSTALL: Mapping[str, bool | None] = MappingProxyType(
+    {
+        "set_requires_gradient_sync": True,
+        "set_requires_all_reduce": True,
+        "set_reshard_after_forward": None,
+        "set_reshard_after_backward": True,
+        "set_custom_all_gather": None,
+        "set_custom_reduce_scatter": None,
+        "set_all_reduce_hook": None,
+        "set_reduce_scatter_divide_factor": None,
+        "set_gradient_divide_factor": None,
+        "set_force_sum_reduction_for_comms": None,
+        "set_reduce_scatter_unused_params": False,
+        "set_unshard_in_backward": True,
+        "set_separate_reduce_scatter_group": None,
+        "set_keep_unsharded_storage": False,
+        "set_manual_backward_finalization": False,
+        "set_allocate_memory_from_process_group_for_comm": False,
+        "set_symm_mem_for_comm": None,
+        "unshard": None,
+    }
+)
+
+
+def check_state(state: Any, name: str) -> None:
+    """Refuse a grouped ``fully_shard([a, b])``."""
+    if len(state._modules) > 1:
+        refuse(name, "fully_shard([a, b, ...]) over several modules", "call fully_shard on each module by itself")
+
+
+def check_group(group: Any, name: str) -> None:
+    """Refuse every option of a parameter group that capture does not honour."""
+    for option, is_set in _GROUP_OPTIONS:
+        if is_set(group):
+            refuse(name, option)
+
+
+def check_param(param: Any, name: str, fqn: str) -> None:
+    """Refuse every option of one parameter that capture does not honour."""
+    for option, is_set in _PARAM_OPTIONS:
+        if is_set(param):
+            refuse(name, f"{option} (parameter {fqn!r})")
+    if param.sharded_param.is_meta:
+        refuse(
+            name,
+            f"a parameter on the meta device ({fqn!r})",
+            "materialise the model first (model.to_empty(device=...), then initialise it), then install",
+        )
+
+
+def refuse(name: str, option: str, way_out: str = WAY_OUT) -> None:
+    """Raise :class:`UnsupportedOption` for one option of one module."""
+    where = "the root module" if name == "" else f"module {name!r}"
+    raise UnsupportedOption(f"{where}: fsdp_hooks does not support {option}: {way_out}")
+
+
+def refusing_methods(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Replacements for the option setters of an installed FSDP module's class."""
+    return {name: _refusing(base, name, only) for name, only in _AFTER_INSTALL.items() if hasattr(base, name)}
+
+
+def _refusing(base: type[nn.Module], method: str, accepted: bool | None) -> Callable[..., Any]:
+    parameter = list(inspect.signature(getattr(base, method)).parameters)[1]
+
+    def setter(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        given = args[0] if args else kwargs.get(parameter)
+        if accepted is not None and given is accepted:
+            return
+        raise UnsupportedOption(
+            f"{type(self).__name__}.{method}: the model is captured by fsdp_hooks, which read FSDP2's options at "
+            "install and would not see this change: set it before fsdp_hooks.install where install supports it, "
+            "or call fsdp_hooks.uninstall(model) first"
+        )
+
+    setter.__name__ = method
+    return setter
