@@ -1,0 +1,22 @@
+"""What the compiler does with identity: the backend, its passes and their manager.
+
+Importing the package makes ``backend="collective_identity"`` known to Dynamo, which a checkout that is not
+installed needs; an installed one is found through its entry point as well.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from torch._dynamo import register_backend
+
+from . import upstream
+from .backend import NAME, collective_identity
+from .bucketing import bucket_collectives
+from .lite_mode import LiteState, lite_state
+
+upstream.check_version()
+if not entry_points(group="torch_dynamo_backends", name=NAME):
+    register_backend(collective_identity, name=NAME)
+
+__all__ = ["LiteState", "bucket_collectives", "collective_identity", "lite_state"]

@@ -1,0 +1,256 @@
+"""The ``torch.compile`` backend: FSDP collectives labelled, bucketed by role, reported, agreed between ranks.
+
+One :class:`_Compile` per graph that Dynamo hands over. It takes the configuration when it is called and carries
+it into every later compile of that graph: a lazy backward may compile in autograd's thread, where the caller's
+``config.patch`` is not visible.
+
+Order of one compile: joint graph: reshard marks; then for each of forward, backward and inference: the user's
+``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
+normalise, classify, bucket; then the final table, and before the first run the agreement between ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._guards import CompileContext
+
+import collective_identity as ci
+from collective_identity import session
+from collective_identity.codes import STRUCTURE_MISMATCH
+from collective_identity.digest import CollectiveRow
+from collective_identity.ledger import GraphKind, GraphLog
+
+from . import coverage, upstream
+from .contract import PassContext
+from .lite_mode import LiteState, lite_state
+from .manager import Pipeline, run_user_passes
+from .options import BackendOptions, parse_options
+from .passes import Bucket, Normalize
+from .reshard import Reshard
+
+logger = logging.getLogger("collective_identity.inductor_passes")
+
+NAME = "collective_identity"
+
+Rows = tuple[CollectiveRow, ...]
+
+
+def collective_identity(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Backend for ``torch.compile(model, backend="collective_identity", mode=..., options={...})``.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        example_inputs: its inputs, real or fake tensors.
+        mode: a ``torch.compile`` mode, passed on to Inductor.
+        options: see :class:`inductor_passes.options.BackendOptions`; other keys are Inductor's.
+
+    Returns:
+        The compiled callable.
+
+    Raises:
+        OptionError: an unknown option or value.
+        UnsupportedTorch: torch is not 2.11 to 2.15.
+        RanksDisagree: on the first run, when another rank compiled something else.
+    """
+    upstream.check_version()
+    return _Compile(gm, example_inputs, parse_options(options, mode)).run()
+
+
+class _Compile:
+    """Everything that belongs to one captured graph."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions) -> None:
+        self._gm, self._inputs, self._options = gm, inputs, options
+        self._session = session.ensure()
+        self._observe = self._session.mode == "observe"
+        self._name = str(CompileContext.current_compile_id() or "graph")
+        self._tag = self._digest(logical_groups=False)
+        self._agreed = self._digest(logical_groups=True)
+        self._key = coverage.coverage_key(gm, inputs, self._tag)
+        self._recorded: coverage.Tables = coverage.load(self._key) or {}
+        self._graphs: dict[GraphKind, _Graph] = {}
+        self._lock = threading.Lock()
+        self._ran = False
+
+    def _digest(self, *, logical_groups: bool) -> str:
+        """Whatever can change the output and is in no key of torch's: sources, session mode, options, payloads.
+
+        A cache key keeps the names of process groups; ranks compare with logical ones.
+        """
+        root = Path(__file__).parent.parent
+        packages = [root / name for name in ("collective_identity", "fsdp_hooks", "inductor_passes")]
+        parts = (
+            upstream.source_hash(*packages),
+            self._session.mode,
+            self._options.fingerprint(),
+            ci.payload_digest(self._gm, logical_groups=logical_groups),
+        )
+        return "collective_identity:" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def run(self) -> Callable[..., Any]:
+        """Compile, and return what Dynamo calls."""
+        start = time.perf_counter()
+        with (
+            upstream.cache_key(self._tag),
+            upstream.caches_disabled(not self._options.cacheable),
+            upstream.joint_pass(self._joint),
+        ):
+            if self._options.inner == "inductor":
+                compiled = upstream.inductor(self._gm, self._inputs, self._around, self._options.inductor)
+            else:
+                compiled = upstream.aot_eager(self._gm, self._inputs, self._eager_graph)
+        if not self._graphs:
+            self._from_cache(time.perf_counter() - start)
+        return self._checked(compiled)
+
+    # -- the stages ---------------------------------------------------------------------------------------------
+
+    def _joint(self, gm: fx.GraphModule) -> None:
+        if self._options.reshard:
+            log = self._session.begin_graph("joint", self._name, NAME)
+            context = self._context("joint", gm, log)
+            Pipeline([Reshard()]).run(gm, context)
+
+    def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            graph = self._begin(upstream.kind_of_inner(kwargs), gm)
+            start = time.perf_counter()
+            with (
+                upstream.cache_key(self._tag),
+                upstream.caches_disabled(not self._options.cacheable),
+                upstream.post_grad_pass(graph.transform, self._tag),
+            ):
+                result = inner(gm, inputs, *args, **kwargs)
+            self._finish(graph, time.perf_counter() - start)
+            return result
+
+        return compile_graph
+
+    def _eager_graph(self, gm: fx.GraphModule, kind: GraphKind) -> None:
+        graph = self._begin(kind, gm)
+        start = time.perf_counter()
+        graph.transform(gm)
+        self._finish(graph, time.perf_counter() - start)
+
+    # -- one graph ----------------------------------------------------------------------------------------------
+
+    def _begin(self, kind: GraphKind, gm: fx.GraphModule) -> _Graph:
+        run_user_passes(gm, self._options.pre_passes)
+        log = self._session.begin_graph(kind, self._name, NAME)
+        graph = _Graph(gm, self._context(kind, gm, log), log, bucketing=self._options.bucketing)
+        self._graphs[kind] = graph
+        return graph
+
+    def _context(self, kind: GraphKind, gm: fx.GraphModule, log: GraphLog) -> PassContext:
+        return PassContext(kind=kind, lite=lite_state(gm), observe=self._observe, options=self._options, log=log)
+
+    def _finish(self, graph: _Graph, seconds: float) -> None:
+        if graph.transformed and self._options.cacheable:
+            coverage.save(self._key, {kind: (g.before, g.after) for kind, g in self._graphs.items() if g.transformed})
+        graph.finish(seconds, self._recorded.get(graph.kind))
+        with self._lock:
+            late = self._ran
+        if late:  # a lazy backward: its first run is next
+            graph.agree(self._agreed)
+
+    def _from_cache(self, seconds: float) -> None:
+        """AOTAutograd took the whole compile from its cache: none of our passes saw a graph."""
+        if not self._recorded:
+            log = self._session.begin_graph("forward", self._name, NAME)
+            log.finish((), cached=True, compile_seconds=seconds)
+            self._graphs["forward"] = _Graph.unknown(log)
+        for kind, (before, after) in self._recorded.items():
+            log = self._session.begin_graph(kind, self._name, NAME)
+            log.captured(before)
+            log.finish(after, cached=True, compile_seconds=seconds)
+            self._graphs[kind] = _Graph.recorded(log, before, after)
+            seconds = 0.0
+
+    def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if not self._ran:
+                self._before_first_run()
+            return compiled(*args)
+
+        return run
+
+    def _before_first_run(self) -> None:
+        with self._lock:
+            if self._ran:
+                return
+            self._ran = True
+        for graph in list(self._graphs.values()):
+            graph.agree(self._agreed)
+
+
+class _Graph:
+    """One forward, backward or inference graph: before, transformed, after."""
+
+    def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog, *, bucketing: bool) -> None:
+        self.kind, self._context, self._log = context.kind, context, log
+        self._pipeline = Pipeline([Normalize(), *([Bucket()] if bucketing else [])])
+        self.transformed = False
+        self.rows_known = True
+        self.before = self.after = self._look(gm)
+        log.captured(self.before)
+
+    @classmethod
+    def recorded(cls, log: GraphLog, before: Rows, after: Rows) -> _Graph:
+        """A graph taken from the cache, whose tables were recorded when it was made."""
+        graph = cls.__new__(cls)
+        graph._log, graph.before, graph.after = log, before, after
+        graph.transformed = graph.rows_known = True
+        return graph
+
+    @classmethod
+    def unknown(cls, log: GraphLog) -> _Graph:
+        """A graph taken from the cache without a record."""
+        graph = cls.recorded(log, (), ())
+        graph.rows_known = False
+        return graph
+
+    def _look(self, gm: fx.GraphModule) -> Rows:
+        """Classify without writing, and say what is wrong."""
+        seen = ci.classify_report(gm)
+        for node, absence in seen.absences.items():
+            if absence.code is not None:
+                self._log.event(absence.code, node=node, pass_name=absence.pass_name, detail=absence.detail)
+        for mismatch in seen.mismatches:
+            self._log.event(STRUCTURE_MISMATCH, node=mismatch.node, role=mismatch.identity.role, detail=mismatch.detail)
+        for node, note in seen.notes:
+            self._log.event(note, node=node)
+        return ci.collective_table(gm, seen)
+
+    def transform(self, gm: fx.GraphModule) -> None:
+        """Run the passes on the graph about to be lowered."""
+        self._pipeline.run(gm, self._context)
+        self.after = ci.collective_table(gm)
+        self.transformed = True
+
+    def finish(self, seconds: float, recorded: tuple[Rows, Rows] | None) -> None:
+        """Close the log. Passes that did not run mean lite mode, or a graph taken from FxGraphCache."""
+        lite = self._context.lite
+        cached = not self.transformed and lite is LiteState.OFF
+        if cached and recorded is not None:
+            self.after = recorded[1]
+        elif cached:
+            self.rows_known = False
+        self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
+
+    def agree(self, tag: str) -> None:
+        """Compare with the other ranks; raises on every rank when they differ."""
+        self._log.agree(self.after, tag=tag, cached=not self.rows_known)

@@ -1,0 +1,243 @@
+"""Which collectives become one? The decision, without any change to the graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, get_args
+
+from torch import fx
+
+from collective_identity.classify import classify
+from collective_identity.identity import Identity
+from collective_identity.transports import Transport
+
+from . import reasons
+from .hazards import Hazards, hazards_of
+from .levels import depths
+from .plan import MIB, Bucket, BucketKey, Plan, Refusal
+from .survey import BUCKETED, SHARED, Candidate, survey
+
+Order = Literal["param_group", "graph", "fqn"]
+UNNAMED_CAP_MB = 500.0
+"""Cap in MiB on a bucket whose members name no unit, when the caller gives none: without units, no cap would
+gather a whole model at once."""
+
+_Class = tuple[object, ...]
+
+
+def plan_buckets(
+    gm: fx.GraphModule,
+    *,
+    kinds: Iterable[Transport | str] = BUCKETED,
+    cap_mb: float | Sequence[float] | None = None,
+    order: str = "param_group",
+    identities: Mapping[fx.Node, Identity | None] | None = None,
+) -> Plan:
+    """Decide which FSDP collectives of a graph become one, and why the others do not. Changes nothing.
+
+    Members share role, transport, group, group size, dtype, device, reduce op, half of the step, and level
+    (`levels.depths`): no member waits for another, and no two buckets wait for each other. No tensor that a
+    bucketable collective sends is written between two members. Collectives without a role, or with one
+    outside ``fsdp.``, are never merged. Contract: RFC-0057, "N to 1, all covered".
+
+    Args:
+        gm: a graph whose payloads are on the start nodes (`normalize`); tensors carry ``meta['val']``.
+        kinds: transports to bucket.
+        cap_mb: largest bucket in MiB, counting per member the larger of input and output. A sequence gives
+            the cap of the first, second, … bucket of each key, its last value all further ones. A member
+            larger than the cap stays alone; the next is tried. None: no cap where the producer named its
+            units or ``order`` is ``"graph"``, `UNNAMED_CAP_MB` for members without a unit otherwise.
+        order: ``"param_group"`` keeps to the producer's units, in graph order within one; ``"fqn"`` likewise,
+            sorted by parameter name within one; ``"graph"`` fills buckets in graph order across units.
+        identities: what `classify` says of this graph; asked for here when None.
+
+    Raises:
+        ValueError: an unknown kind or order, a cap that is not positive.
+    """
+    wanted = _kinds(kinds)
+    caps = _caps(cap_mb)
+    if order not in get_args(Order):
+        raise ValueError(f"expected order {' | '.join(get_args(Order))}, found {order!r}")
+    nodes = list(gm.graph.nodes)
+    verdicts = classify(gm) if identities is None else identities
+    candidates, refusals = survey(nodes, verdicts, wanted)
+    if len(candidates) > 1:
+        hazards = hazards_of(nodes, (c.launch.inputs[0] for c in candidates))
+        classes = {c.node: _class_of(c, hazards, order) for c in candidates}
+        levels = _levels(nodes, hazards, candidates, classes)
+    else:
+        hazards = Hazards({}, ())
+        classes = {c.node: _class_of(c, hazards, order) for c in candidates}
+        levels = {c.node: 0 for c in candidates}
+    together: dict[_Class, list[Candidate]] = {}
+    for c in candidates:
+        together.setdefault((classes[c.node], levels[c.node]), []).append(c)
+    buckets: list[Bucket] = []
+    alone: list[Candidate] = []
+    over_cap: set[fx.Node] = set()
+    for members in together.values():
+        named = order == "graph" or members[0].identity.param_group is not None
+        for part in _fill(_sorted(members, order), caps or (() if named else (UNNAMED_CAP_MB,))):
+            if len(part) > 1:
+                buckets.append(_bucket(part, levels[part[0].node], order))
+            else:
+                alone += part
+                if len(members) > 1:
+                    over_cap.add(part[0].node)
+    explain = _Explanation(candidates, classes, over_cap)
+    refusals += [explain.refusal(c) for c in alone]
+    place = {node: i for i, node in enumerate(nodes)}
+    buckets.sort(key=lambda b: min(place[m] for m in b.members))
+    refusals.sort(key=lambda r: place[r.node])
+    return Plan(tuple(buckets), tuple(refusals), order)
+
+
+def _class_of(c: Candidate, hazards: Hazards, order: str) -> _Class:
+    """What must be equal, but for the level."""
+    unit = None if order == "graph" else c.identity.param_group
+    return (*c.family, *c.shared(), c.phase, hazards.epoch(c.position), unit)
+
+
+def _levels(
+    nodes: Sequence[fx.Node],
+    hazards: Hazards,
+    candidates: Sequence[Candidate],
+    classes: Mapping[fx.Node, _Class],
+) -> dict[fx.Node, int]:
+    """Levels among the collectives that have company; one without could only push others apart."""
+    sizes: dict[_Class, int] = {}
+    for c in candidates:
+        sizes[classes[c.node]] = sizes.get(classes[c.node], 0) + 1
+    index = {node: i for i, node in enumerate(nodes)}
+    counted, late = [False] * len(nodes), [False] * len(nodes)
+    for c in candidates:
+        counted[c.position] = sizes[classes[c.node]] > 1
+        late[c.position] = c.launch.transport is not Transport.ALL_GATHER
+    before = [
+        [*(index[n] for n in node.all_input_nodes), *hazards.before.get(i, ())]
+        for i, node in enumerate(nodes)
+    ]
+    found = depths(before, counted, late)
+    return {c.node: found[c.position] for c in candidates}
+
+
+def _sorted(members: list[Candidate], order: str) -> list[Candidate]:
+    if order != "fqn":
+        return members
+    return sorted(members, key=lambda c: (c.identity.params is None, c.identity.params or (), c.position))
+
+
+def _fill(members: Sequence[Candidate], caps: Sequence[float]) -> list[list[Candidate]]:
+    """Cut a class into buckets: each takes what comes next up to the cap; what exceeds all stays alone."""
+    if not caps:
+        return [list(members)]
+    parts: list[list[Candidate]] = []
+    part: list[Candidate] = []
+    alone: list[list[Candidate]] = []
+    size, number = 0, 0
+    for c in members:
+        if size + c.nbytes <= _cap(caps, number) * MIB:
+            part.append(c)
+            size += c.nbytes
+            continue
+        earliest = number + 1 if part else number
+        later = range(earliest, max(len(caps), earliest + 1))
+        fitting = [k for k in later if c.nbytes <= _cap(caps, k) * MIB]
+        if not fitting:
+            alone.append([c])
+            continue
+        parts += [part] if part else []
+        part, size, number = [c], c.nbytes, fitting[0]
+    return [*([*parts, part] if part else parts), *alone]
+
+
+def _cap(caps: Sequence[float], number: int) -> float:
+    return caps[min(number, len(caps) - 1)]
+
+
+def _bucket(members: Sequence[Candidate], depth: int, order: str) -> Bucket:
+    first = members[0]
+    assert first.launch.group is not None
+    key = BucketKey(
+        role=first.identity.role,
+        transport=first.launch.transport,
+        group=first.launch.group,
+        group_size=first.launch.group_size,
+        dtype=first.dtype,
+        device=first.device,
+        reduce_op=first.launch.reduce_op,
+        param_group=None if order == "graph" else first.identity.param_group,
+        depth=depth,
+    )
+    return Bucket(
+        key,
+        tuple(c.node for c in members),
+        tuple(c.identity for c in members),
+        sum(c.nbytes for c in members),
+    )
+
+
+class _Explanation:
+    """Says of a collective that found no partner which condition kept the nearest one away."""
+
+    def __init__(
+        self, candidates: Sequence[Candidate], classes: Mapping[fx.Node, _Class], over_cap: set[fx.Node]
+    ) -> None:
+        self._classes, self._over_cap = classes, over_cap
+        self._families: dict[_Class, list[Candidate]] = {}
+        self._sharing: dict[_Class, list[Candidate]] = {}
+        self._equal: dict[_Class, list[Candidate]] = {}
+        for c in candidates:
+            for table, key in (
+                (self._families, c.family),
+                (self._sharing, self._without_phase(c)),
+                (self._equal, classes[c.node]),
+            ):
+                found = table.setdefault(key, [])
+                if len(found) < 2:  # one besides the node itself is enough to name
+                    found.append(c)
+
+    def refusal(self, c: Candidate) -> Refusal:
+        if c.node in self._over_cap:
+            return Refusal(c.node, reasons.OVER_CAP, f"{c.nbytes / MIB:.2f} MiB")
+        equal = self._other(self._equal[self._classes[c.node]], c)
+        if equal is not None:
+            return Refusal(c.node, reasons.DEPENDS, f"not beside {equal.node.name}")
+        near = self._other(self._sharing[self._without_phase(c)], c)
+        if near is not None and near.phase != c.phase:
+            return Refusal(c.node, reasons.PHASE, f"{c.phase}; {near.node.name} runs in {near.phase}")
+        if near is not None:
+            return Refusal(c.node, reasons.MUTATED, f"a write stands between it and {near.node.name}")
+        relative = self._other(self._families[c.family], c)
+        if relative is None:
+            return Refusal(c.node, reasons.ALONE, f"no other {c.identity.role}")
+        names = [n for n, a, b in zip(SHARED, c.shared(), relative.shared(), strict=True) if a != b]
+        differs = ", ".join(names) or "param_group"
+        return Refusal(c.node, reasons.INCOMPATIBLE, f"differs from {relative.node.name} in {differs}")
+
+    def _without_phase(self, c: Candidate) -> _Class:
+        *_, unit = self._classes[c.node]
+        return (*c.family, *c.shared(), unit)
+
+    @staticmethod
+    def _other(found: Sequence[Candidate], c: Candidate) -> Candidate | None:
+        return next((o for o in found if o.node is not c.node), None)
+
+
+def _kinds(kinds: Iterable[Transport | str]) -> frozenset[Transport]:
+    names = [kinds] if isinstance(kinds, str) else list(kinds)
+    allowed = {t.value: t for t in BUCKETED}
+    for name in names:
+        if str(name) not in allowed:
+            raise ValueError(f"expected kinds out of {', '.join(allowed)}, found {str(name)!r}")
+    return frozenset(allowed[str(name)] for name in names)
+
+
+def _caps(cap_mb: float | Sequence[float] | None) -> tuple[float, ...]:
+    if cap_mb is None:
+        return ()
+    caps = tuple(cap_mb) if isinstance(cap_mb, Sequence) else (cap_mb,)
+    if not caps or not all(isinstance(c, (int, float)) and c > 0 and not math.isnan(c) for c in caps):
+        raise ValueError(f"expected cap_mb to be a positive number of MiB or several, found {cap_mb!r}")
+    return tuple(float(c) for c in caps)

@@ -1,0 +1,86 @@
+"""What a compiled artifact contained, kept beside Inductor's cache, so that a cache hit can still be reported.
+
+On a hit none of our passes runs. The tables of collectives that the passes saw when the artifact was made are
+stored under a key made of everything that made it: the captured graph's code, its inputs, the options, the
+versions. A missing or unreadable record only means that the report says "from cache".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from collective_identity.digest import CollectiveRow
+from collective_identity.ledger import GraphKind
+
+from .upstream import cache_dir
+
+logger = logging.getLogger("collective_identity.inductor_passes")
+
+Tables = Mapping[GraphKind, tuple[tuple[CollectiveRow, ...], tuple[CollectiveRow, ...]]]
+"""By kind of graph: the collectives as captured, and as they were after our passes."""
+
+
+def coverage_key(gm: fx.GraphModule, inputs: Sequence[Any], tag: str) -> str:
+    """The key of one captured graph: sha256 hex."""
+    text = [torch.__version__, tag]
+    for name, module in gm.named_modules():
+        if isinstance(module, fx.GraphModule):
+            text += [name, module.code]
+    text += [_describe(value) for value in inputs]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def load(key: str) -> Tables | None:
+    """The tables recorded under ``key``, None when there are none."""
+    path = _path(key)
+    try:
+        kinds = json.loads(path.read_text())
+        return {kind: (_rows(before), _rows(after)) for kind, (before, after) in kinds.items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.debug("coverage record %s is unreadable: %s", path, error)
+        return None
+
+
+def save(key: str, tables: Tables) -> None:
+    """Record the tables of a freshly compiled graph; whole or not at all."""
+    path = _path(key)
+    text = json.dumps(
+        {kind: [[dataclasses.asdict(row) for row in rows] for rows in both] for kind, both in tables.items()}
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.debug("coverage record %s was not written: %s", path, error)
+
+
+def _path(key: str) -> Path:
+    return cache_dir() / "collective_identity" / f"{key}.json"
+
+
+def _rows(items: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRow, ...]:
+    return tuple(
+        CollectiveRow(**{**item, "params": None if item["params"] is None else tuple(item["params"])}) for item in items
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {value.device.type} {value.requires_grad}"
+    return repr(value)

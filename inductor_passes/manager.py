@@ -1,0 +1,112 @@
+"""Runs passes in a checked order: what each needs, what lite mode and observe sessions allow, what it did."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import fx
+
+from collective_identity import collective_table
+
+from .contract import GraphPass, LiteBehaviour, PassContext, PassOutcome
+
+logger = logging.getLogger("collective_identity.inductor_passes")
+
+
+class ScheduleError(ValueError):
+    """A pipeline that cannot run in this order."""
+
+
+class PassError(RuntimeError):
+    """A pass raised; the message ends with its name."""
+
+
+class Pipeline:
+    """An ordered tuple of passes of one stage, validated when built."""
+
+    def __init__(self, passes: Sequence[GraphPass]) -> None:
+        """
+        Raises:
+            ScheduleError: a pass needs what none before it provides, two share a name, or stages are mixed.
+        """
+        provided: set[str] = set()
+        ran: list[str] = []
+        for one in passes:
+            contract = one.contract
+            missing = sorted(contract.requires - provided)
+            if missing:
+                raise ScheduleError(
+                    f"pass {contract.name!r} requires {', '.join(missing)}, which none of {ran or 'no pass'} provides: "
+                    "put the pass that provides it before this one"
+                )
+            if contract.name in ran:
+                raise ScheduleError(f"pass {contract.name!r} is scheduled twice: give each pass a name of its own")
+            if contract.stage != passes[0].contract.stage:
+                raise ScheduleError(
+                    f"pass {contract.name!r} runs on the {contract.stage} stage, {ran[0]!r} on "
+                    f"{passes[0].contract.stage}: schedule the stages apart"
+                )
+            provided |= contract.provides
+            ran.append(contract.name)
+        self.passes = tuple(passes)
+
+    def run(self, gm: fx.GraphModule, context: PassContext) -> bool:
+        """Run the passes on ``gm``.
+
+        Returns:
+            Whether any pass changed the graph.
+
+        Raises:
+            PassError: a pass raised, or left an invalid graph.
+        """
+        changed_any = False
+        for one in self.passes:
+            if self._may_run(one, context):
+                changed_any |= self._run_one(one, gm, context)
+        return changed_any
+
+    @staticmethod
+    def _may_run(one: GraphPass, context: PassContext) -> bool:
+        return not (context.read_only and one.contract.lite is LiteBehaviour.SKIP)
+
+    @staticmethod
+    def _run_one(one: GraphPass, gm: fx.GraphModule, context: PassContext) -> bool:
+        name = one.contract.name
+        before = role_counts(gm)
+        start = time.perf_counter()
+        try:
+            outcome: PassOutcome = one(gm, context)
+            if outcome.changed:
+                gm.graph.lint()
+                gm.recompile()
+        except Exception as error:
+            raise PassError(f"{type(error).__name__}: {error} (in the {context.kind} graph, pass {name!r})") from error
+        seconds = time.perf_counter() - start
+        if context.log is not None:
+            context.log.pass_ran(
+                name, seconds, outcome.changed, before, role_counts(gm) if outcome.changed else before, outcome.summary
+            )
+        logger.debug("%s graph: pass %s took %.1f ms, changed=%s", context.kind, name, 1e3 * seconds, outcome.changed)
+        return outcome.changed
+
+
+def role_counts(gm: fx.GraphModule) -> Mapping[str, int]:
+    """How many start nodes carry each role; ``""`` counts those with none."""
+    counts: dict[str, int] = {}
+    for row in collective_table(gm):
+        counts[row.role or ""] = counts.get(row.role or "", 0) + 1
+    return counts
+
+
+def run_user_passes(gm: fx.GraphModule, passes: Iterable[Callable[[fx.GraphModule], object]]) -> None:
+    """Run a user's own callables on the graph, and check what they left."""
+    for one in passes:
+        name = getattr(one, "__qualname__", type(one).__qualname__)
+        try:
+            one(gm)
+            gm.graph.lint()
+        except Exception as error:
+            raise PassError(f"{type(error).__name__}: {error} (in a pre_pass of the user, {name!r})") from error
+        gm.recompile()

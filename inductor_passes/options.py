@@ -1,0 +1,119 @@
+"""The options of ``torch.compile(..., backend="collective_identity", options={...})``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from .upstream import inductor_option_exists, mode_options
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+ORDERS = ("param_group", "graph", "fqn")
+INNER = ("inductor", "aot_eager")
+
+
+class OptionError(ValueError):
+    """An option that the backend does not know, or a value it cannot have."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """One compile's options, validated.
+
+    Attributes:
+        inner: ``"inductor"``, or ``"aot_eager"`` to run the captured graphs eagerly (for comparing numbers).
+        bucketing: merge FSDP collectives by role; False only labels and reports them.
+        kinds: the transports that are bucketed.
+        cap_mb: size limit of a bucket in MiB, one for all or one by bucket index; None: no limit.
+        order: ``"param_group"`` (what FSDP2 gathers together), ``"graph"`` (across parameter groups in graph
+            order, up to the cap) or ``"fqn"`` (by parameter name).
+        reshard: honour ``reshard_after_forward`` by gathering again in backward.
+        pre_passes: callables run on each forward, backward and inference graph before anything of ours sees it.
+            One with a ``uuid()`` keeps the compile caches usable; without it they are off for this compile.
+        inductor: Inductor's own options, passed on.
+    """
+
+    inner: str = "inductor"
+    bucketing: bool = True
+    kinds: tuple[str, ...] = KINDS
+    cap_mb: float | tuple[float, ...] | None = None
+    order: str = "param_group"
+    reshard: bool = True
+    pre_passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
+    inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether everything that can change the output has a stable name."""
+        return all(callable(getattr(one, "uuid", None)) for one in self.pre_passes)
+
+    def fingerprint(self) -> str:
+        """These options as one line of JSON, for cache keys and for the agreement between ranks."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["pre_passes"] = [_name_of(one) for one in self.pre_passes]
+        values["inductor"] = {key: str(value) for key, value in sorted(self.inductor.items())}
+        return json.dumps(values, sort_keys=True)
+
+
+def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> BackendOptions:
+    """Validate what ``torch.compile`` was given.
+
+    Raises:
+        OptionError: an unknown option, or a value out of range; the message lists what is possible.
+    """
+    ours = {f.name for f in dataclasses.fields(BackendOptions)} - {"inductor"}
+    given = dict(options or {})
+    own = {key: given.pop(key) for key in list(given) if key in ours}
+    unknown = sorted(key for key in given if not inductor_option_exists(key))
+    if unknown:
+        raise OptionError(
+            f"backend 'collective_identity' expects options among {', '.join(sorted(ours))}, or Inductor's own "
+            f"(torch._inductor.list_options()), found {', '.join(map(repr, unknown))}: remove or correct them"
+        )
+    if mode:
+        given = {**mode_options(mode), **given}
+    _one_of("inner", own.get("inner", "inductor"), INNER)
+    _one_of("order", own.get("order", "param_group"), ORDERS)
+    for name in ("bucketing", "reshard"):
+        _one_of(name, own.get(name, True), (True, False))
+    if "kinds" in own:
+        own["kinds"] = tuple(own["kinds"])
+        for kind in own["kinds"]:
+            _one_of("kinds", kind, KINDS)
+    if "cap_mb" in own:
+        own["cap_mb"] = _cap(own["cap_mb"])
+    if "pre_passes" in own:
+        own["pre_passes"] = tuple(own["pre_passes"])
+        if not all(callable(one) for one in own["pre_passes"]):
+            raise OptionError(f"option 'pre_passes' expects callables, found {own['pre_passes']!r}")
+    if own.get("inner") == "aot_eager" and given:
+        raise OptionError(
+            f"inner='aot_eager' runs without Inductor and expects none of its options, found "
+            f"{', '.join(sorted(given))}: remove them, or use inner='inductor'"
+        )
+    return BackendOptions(**own, inductor=MappingProxyType(given))
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
+        raise OptionError(f"option {name!r} expects one of {', '.join(map(repr, allowed))}, found {value!r}")
+
+
+def _cap(value: Any) -> float | tuple[float, ...] | None:
+    if value is None:
+        return None
+    caps = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not caps or not all(isinstance(c, (int, float)) and not isinstance(c, bool) and c > 0 for c in caps):
+        raise OptionError(f"option 'cap_mb' expects a positive number of MiB, or several, found {value!r}")
+    return tuple(map(float, caps)) if isinstance(value, (list, tuple)) else float(value)
+
+
+def _name_of(one: Any) -> str:
+    uuid = getattr(one, "uuid", None)
+    return str(uuid()) if callable(uuid) else getattr(one, "__qualname__", type(one).__qualname__)

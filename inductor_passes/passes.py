@@ -1,0 +1,47 @@
+"""The pipeline's own passes over one graph: normalise and classify, then bucket by role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from collective_identity import Identity, classify, normalize
+
+from .bucketing import apply_plan, plan_buckets
+from .contract import LiteBehaviour, PassContext, PassContract, PassOutcome
+
+
+class Normalize:
+    """Move every payload to its start node and remove what is left elsewhere."""
+
+    contract = PassContract(
+        name="normalize", lite=LiteBehaviour.READ_ONLY, provides=frozenset({"normalized"}), stage="graph"
+    )
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
+        """Write only where writing is allowed; classification reads a graph that is not normalised as well."""
+        return PassOutcome(changed=False if context.read_only else normalize(gm))
+
+
+class Bucket:
+    """Merge FSDP collectives of one role, group, dtype, device and reduce operation."""
+
+    contract = PassContract(
+        name="bucket",
+        lite=LiteBehaviour.SKIP,
+        requires=frozenset({"normalized"}),
+        provides=frozenset({"bucketed"}),
+        stage="graph",
+    )
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
+        """Plan, then emit; the plan goes into the report."""
+        options = context.options
+        identities: Mapping[fx.Node, Identity | None] = classify(gm)
+        plan = plan_buckets(
+            gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, identities=identities
+        )
+        summary = plan.to_dict()
+        changed = apply_plan(gm, plan)
+        return PassOutcome(changed=changed, summary=summary)

@@ -1,0 +1,101 @@
+"""Run one graph on several pretended ranks in one process: collectives are computed over the ranks' values.
+
+    results = run(gm, inputs)        # inputs[rank] = one tensor per placeholder; results[rank] = outputs
+
+Ranks go through the graph in step. A reduction adds up in rank order, element by element, so what it yields
+does not depend on how elements are laid out, and a right bucket is equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from collective_identity.transports import Launch, Transport, is_wait, launch_of
+
+WORLD = 4
+GROUPS: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "dp": ((0, 1), (2, 3)),
+    "other": ((0, 1), (2, 3)),
+    "tp": ((0, 2), (1, 3)),
+    "world": ((0, 1, 2, 3),),
+    "self": ((0,), (1,), (2,), (3,)),
+}
+SIZES: Mapping[str, int] = {name: len(rows[0]) for name, rows in GROUPS.items()}
+
+
+def random_inputs(gm: fx.GraphModule, seed: int = 0) -> list[list[torch.Tensor]]:
+    """One tensor per placeholder and rank, of the shape, strides and dtype that the graph expects."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs: list[list[torch.Tensor]] = []
+    for _ in range(WORLD):
+        row = []
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                value = node.meta["val"]
+                filled = torch.randint(-64, 64, tuple(value.shape), generator=generator).to(value.dtype)
+                tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                row.append(tensor.copy_(filled / 8))
+        inputs.append(row)
+    return inputs
+
+
+def run(gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], seed: int = 0) -> list[Any]:
+    """What each rank's graph returns. Inputs are written to if the graph writes to them."""
+    torch.manual_seed(seed)
+    env: dict[fx.Node, list[Any]] = {}
+    feeds = [iter(row) for row in inputs]
+    for node in gm.graph.nodes:
+        args = [fx.map_arg((node.args, node.kwargs), lambda n, r=rank: env[n][r]) for rank in range(WORLD)]
+        launch = launch_of(node)
+        if node.op == "placeholder":
+            env[node] = [next(feed) for feed in feeds]
+        elif node.op == "get_attr":
+            env[node] = [getattr(gm, str(node.target))] * WORLD
+        elif node.op == "output":
+            return [a[0][0] for a in args]
+        elif launch is not None:
+            env[node] = _collective(launch, [env[launch.inputs[0]][rank] for rank in range(WORLD)])
+        elif is_wait(node):
+            env[node] = [a[0][0] for a in args]
+        else:
+            env[node] = [node.target(*a, **k) for a, k in args]
+    raise AssertionError("the graph has no output")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bitwise equal, with equal dtypes, shapes and structure."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _collective(launch: Launch, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+    assert launch.group is not None
+    received: list[torch.Tensor] = [torch.empty(0)] * WORLD
+    for ranks in GROUPS[launch.group]:
+        parts = [sent[r].contiguous() for r in ranks]
+        for place, rank in enumerate(ranks):
+            if launch.transport is Transport.ALL_GATHER:
+                received[rank] = torch.cat(parts)
+                continue
+            total = _reduce(launch.reduce_op, parts)
+            if launch.transport is Transport.ALL_REDUCE:
+                received[rank] = total.clone()
+            else:
+                rows = total.shape[0] // len(ranks)
+                received[rank] = total[place * rows:(place + 1) * rows].clone()
+    return received
+
+
+def _reduce(op: str | None, parts: list[torch.Tensor]) -> torch.Tensor:
+    if op in ("min", "max"):
+        return functools.reduce(torch.minimum if op == "min" else torch.maximum, parts)
+    total = functools.reduce(torch.add, parts)
+    return total / len(parts) if op == "avg" else total

@@ -1,0 +1,411 @@
+"""The surgery: what a bucket looks like in the graph, where it stands, and what it carries."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from collective_identity.identity import Source
+from collective_identity.store import BACKWARD_KEY, KEY, BucketRecord, Member, identity_of, members_of
+from collective_identity.transports import is_wait, start_nodes
+from inductor_passes.bucketing import Bucket, Plan, apply_plan, bucket_collectives, plan_buckets
+from tests.graphs import Builder, aten, identity
+from tests.passes.simulated_world import random_inputs, run, same
+
+UNSHARD, REDUCE, REPLICATE = "fsdp.param_unshard", "fsdp.grad_reduce_shard", "fsdp.grad_replicate_reduce"
+
+
+def text(gm: fx.GraphModule) -> list[str]:
+    """One line per node: name-free targets and arguments by position in the graph."""
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    lines = []
+    for node in gm.graph.nodes:
+        args = fx.map_arg(node.args, lambda n: f"%{place[n]}")
+        operator_name = str(node.target).split(".")[-2:-1]
+        target = operator_name[0] if operator_name else getattr(node.target, "__name__", node.op)
+        lines.append(f"{target}({', '.join(str(a).replace(chr(39), '') for a in args)})")
+    return lines
+
+
+def bucketed(gm: fx.GraphModule, **options: Any) -> Plan:
+    """Bucket and check that every pretended rank still gets the same values, bit for bit."""
+    inputs, again = random_inputs(gm), random_inputs(gm)
+    expected = run(gm, inputs)
+    plan = bucket_collectives(gm, **options)
+    gm.graph.lint()
+    assert same(expected, run(gm, again)) and same(inputs, again)
+    return plan
+
+
+def test_gather_bucket() -> None:
+    b = Builder()
+    made = [b.all_gather(b.placeholder(f"w{i}", shape), role=UNSHARD)
+            for i, shape in enumerate([(4, 8), (6,), (2, 1)])]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    bucketed(gm)
+    assert text(gm) == [
+        "placeholder()", "placeholder()", "placeholder()",
+        "reshape(%0, [32])", "reshape(%2, [2])", "cat([%3, %1, %4])",
+        "all_gather_into_tensor(%5, 2, dp)", "wait_tensor(%6)",
+        "reshape(%7, [2, 40])", "split_with_sizes(%8, [32, 6, 2], 1)",
+        "getitem(%9, 0)", "reshape(%10, [8, 8])", "getitem(%9, 1)", "reshape(%12, [12])",
+        "getitem(%9, 2)", "reshape(%14, [4, 1])", "output((%11, %13, %15))",
+    ]
+
+
+def test_scatter_bucket() -> None:
+    b = Builder()
+    made = [b.reduce_scatter(b.placeholder(f"g{i}", shape), role=REDUCE, op="avg")
+            for i, shape in enumerate([(4, 8), (6,)])]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    bucketed(gm)
+    assert text(gm) == [
+        "placeholder()", "placeholder()",
+        "reshape(%0, [2, 16])", "reshape(%1, [2, 3])", "cat([%2, %3], 1)", "reshape(%4, [38])",
+        "reduce_scatter_tensor(%5, avg, 2, dp)", "wait_tensor(%6)", "split_with_sizes(%7, [16, 3], 0)",
+        "getitem(%8, 0)", "reshape(%9, [2, 8])", "getitem(%8, 1)", "output((%10, %11))",
+    ]
+
+
+def test_reduce_bucket() -> None:
+    b = Builder()
+    made = [b.all_reduce(b.placeholder(f"g{i}", shape), role=REPLICATE, op="sum")
+            for i, shape in enumerate([(4, 2), (6,), ()])]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    bucketed(gm)
+    assert text(gm) == [
+        "placeholder()", "placeholder()", "placeholder()",
+        "reshape(%0, [8])", "reshape(%2, [1])", "cat([%3, %1, %4])",
+        "all_reduce(%5, sum, dp)", "wait_tensor(%6)", "split_with_sizes(%7, [8, 6, 1], 0)",
+        "getitem(%8, 0)", "reshape(%9, [4, 2])", "getitem(%8, 1)", "getitem(%8, 2)", "reshape(%12, [])",
+        "output((%10, %11, %13))",
+    ]
+
+
+def test_a_gathered_piece_that_could_be_a_view_with_gaps_is_copied() -> None:
+    b = Builder()
+    made = [b.all_gather(b.placeholder(f"w{i}", (1, 5)), role=UNSHARD) for i in range(2)]
+    flat = b.view(made[0].wait, [10])  # only works on contiguous memory
+    b.output(flat, made[1].wait)
+    gm = b.module()
+    bucketed(gm)
+    assert sum(line.startswith("clone(") for line in text(gm)) == 2
+
+
+def test_a_bucket_of_one_is_left_untouched() -> None:
+    b = Builder()
+    b.output(b.all_gather(b.placeholder("w"), role=UNSHARD).wait)
+    gm = b.module()
+    nodes, code = list(gm.graph.nodes), gm.code
+    payload = nodes[1].meta["custom"]
+    assert bucketed(gm).buckets == ()
+    assert list(gm.graph.nodes) == nodes and gm.code == code and nodes[1].meta["custom"] is payload
+    assert apply_plan(gm, Plan((), ())) is False
+
+
+# ---- identity and provenance
+
+
+def test_identity_provenance_and_no_alias() -> None:
+    b = Builder()
+    made = [b.all_gather(b.placeholder(f"w{i}"), role=UNSHARD, param_group="layers.0", params=(f"layers.0.{n}",))
+            for i, n in enumerate("ba")]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    dicts = [c.start.meta["custom"] for c in made]
+    before = copy.deepcopy(dicts)
+    members = tuple(Member(c.start.name, identity_of(c.start)) for c in made)
+    bucketed(gm)
+    (start,) = start_nodes(gm)
+    assert identity_of(start) == identity(
+        UNSHARD, producer="bucketing", param_group="layers.0", params=("layers.0.a", "layers.0.b")
+    )
+    assert members_of(start) == BucketRecord("bucketing", members)
+    assert dicts == before and all(start.meta["custom"] is not d for d in dicts)
+    assert [n for n in gm.graph.nodes if "custom" in n.meta] == [start]
+    assert [n for n in gm.graph.nodes if members_of(n) is not None] == [start]
+
+
+def test_one_inferred_member_makes_the_bucket_inferred_and_units_that_differ_leave_none() -> None:
+    b = Builder()
+    made = [b.all_gather(b.placeholder(f"w{i}"), role=UNSHARD, param_group=unit) for i, unit in enumerate("xy")]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    given = {c.start: identity(UNSHARD, source=s, param_group=u)
+             for c, s, u in zip(made, [Source.EXPLICIT, Source.INFERRED], "xy", strict=True)}
+    bucketed(gm, order="graph", identities=given)
+    assert identity_of(start_nodes(gm)[0]) == identity(UNSHARD, producer="bucketing", source=Source.INFERRED)
+
+
+def test_what_backward_needs_is_handed_on() -> None:
+    b = Builder()
+    made = [b.reduce_scatter(b.placeholder(f"g{i}")) for i in range(2)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    stack = {"block": ("layers.0", torch.nn.Linear)}
+    for c in made:
+        c.start.meta |= {"partitioner_tag": "is_backward", "autograd_backward": True, "stack_trace": "File x",
+                         "nn_module_stack": stack}
+    old = set(gm.graph.nodes)
+    bucketed(gm, identities={c.start: identity(REDUCE) for c in made})
+    (start,) = start_nodes(gm)
+    assert set(start.meta["custom"]) == {KEY, BACKWARD_KEY}
+    assert identity_of(start) == identity(REDUCE, producer="bucketing")
+    new = [n for n in gm.graph.nodes if n not in old]
+    assert {n.meta["partitioner_tag"] for n in new} == {"is_backward"}
+    assert all(n.meta["autograd_backward"] and n.meta["stack_trace"] == "File x" for n in new)
+    assert all(n.meta["nn_module_stack"] is stack for n in new)
+
+
+def test_values_share_memory_where_the_nodes_do() -> None:
+    b = Builder()
+    made = [b.reduce_scatter(b.placeholder(f"g{i}", (4, 8)), role=REDUCE) for i in range(2)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    bucketed(gm)
+
+    def storage(node: fx.Node) -> int:
+        return node.meta["val"].untyped_storage()._cdata
+
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    assert [storage(n) for n in inputs] == [storage(next(iter(n.users))) for n in inputs]
+    results = gm.graph.output_node().args[0]
+    wait = next(n for n in gm.graph.nodes if is_wait(n))
+    assert {storage(n) for n in results} == {storage(wait)}
+    assert [n.meta["val"].storage_offset() for n in results] == [0, 16]
+    assert {n.meta["val"].fake_mode for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)} == {b.fake}
+
+
+# ---- place in the graph
+
+
+def targets(gm: fx.GraphModule, *wanted: Any) -> list[Any]:
+    return [n.target for n in gm.graph.nodes if n.target in wanted]
+
+
+def test_a_gather_bucket_stands_at_its_first_member_and_takes_chains_along() -> None:
+    b = Builder()
+    w0, w1, x = b.placeholder("w0"), b.placeholder("w1"), b.placeholder("x", (8, 8))
+    x0 = b.call(aten.sin.default, x)
+    first = b.all_gather(w0, role=UNSHARD)
+    x1 = b.call(aten.mm.default, x0, first.wait)
+    x2 = b.call(aten.cos.default, x1)
+    second = b.all_gather(b.call(aten.mul.Tensor, w1, 2.0), role=UNSHARD)
+    b.output(b.call(aten.mm.default, x2, second.wait))
+    gm = b.module()
+    bucketed(gm)
+    gather = start_nodes(gm)[0].target
+    assert targets(gm, aten.sin.default, aten.mul.Tensor, gather, aten.mm.default, aten.cos.default) == [
+        aten.sin.default, aten.mul.Tensor, gather, aten.mm.default, aten.cos.default, aten.mm.default,
+    ]
+    order = [n.name for n in gm.graph.nodes]
+    assert order.index("cos_default") < order.index("getitem_1"), "the second piece is copied out when it is used"
+
+
+def test_a_reduction_bucket_stands_at_its_last_member_and_delays_users() -> None:
+    b = Builder()
+    g0, g1 = b.placeholder("g0"), b.placeholder("g1")
+    first = b.reduce_scatter(g0, role=REDUCE)
+    used = b.call(aten.sin.default, first.wait)
+    apart = b.call(aten.cos.default, g1)
+    second = b.reduce_scatter(apart, role=REDUCE)
+    after = b.call(aten.tan.default, g0)
+    b.output(used, second.wait, after)
+    gm = b.module()
+    bucketed(gm)
+    scatter = start_nodes(gm)[0].target
+    assert targets(gm, aten.sin.default, aten.cos.default, aten.tan.default, scatter) == [
+        aten.cos.default, scatter, aten.sin.default, aten.tan.default,
+    ]
+
+
+def test_random_numbers_and_writes_keep_their_order() -> None:
+    b = Builder()
+    w0, w1 = b.placeholder("w0"), b.placeholder("w1")
+    noise0 = b.call(aten.rand.default, [4, 8])
+    first = b.all_gather(w0, role=UNSHARD)
+    noise1 = b.call(aten.rand.default, [8, 8])
+    other = b.placeholder("other", (8, 8))
+    b.call(aten.add_.Tensor, other, noise1)
+    noise2 = b.call(aten.rand.default, [4, 8])
+    second = b.all_gather(b.call(aten.add.Tensor, w1, noise2), role=UNSHARD)
+    read = b.call(aten.sum.default, other)
+    b.output(first.wait, second.wait, noise0, read)
+    gm = b.module()
+    plan = bucketed(gm)
+    assert len(plan.buckets) == 1
+    drawn = [n.name for n in gm.graph.nodes if n.target is aten.rand.default]
+    assert drawn == [noise0.name, noise1.name, noise2.name]
+
+
+# ---- inputs of every shape
+
+
+@pytest.mark.parametrize("shapes", [
+    [(0, 4), (2, 4)], [(0, 4), (0, 2)], [(2, 0), (4, 1), (0,)], [(2,), (2, 1, 3)], [(4, 8), (4, 8), (4, 8)],
+])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("group", ["dp", "world", "self"])
+def test_shapes(shapes: list[tuple[int, ...]], kind: str, group: str) -> None:
+    b = Builder()
+    size = {"dp": 2, "world": 4, "self": 1}[group]
+    made = []
+    for i, shape in enumerate(shapes):
+        tensor = b.placeholder(f"t{i}", (shape[0] * 4, *shape[1:]) if kind == "reduce_scatter" else shape)
+        role = {"all_gather": UNSHARD, "reduce_scatter": REDUCE, "all_reduce": REPLICATE}[kind]
+        more = {} if kind == "all_reduce" else {"size": size}
+        made.append(getattr(b, kind)(tensor, group=group, role=role, **more))
+    outs = [b.call(aten.mul.Tensor, c.wait, 2.0) for c in made]
+    b.output(*outs, *(c.wait for c in made))
+    gm = b.module()
+    assert [len(x.members) for x in bucketed(gm).buckets] == [len(shapes)]
+    assert len(start_nodes(gm)) == 1
+    for node, shape in zip(gm.graph.output_node().args[0][len(made):], made, strict=True):
+        assert node.meta["val"].shape == shape.start.meta["val"].shape
+        assert node.meta["val"].is_contiguous()
+
+
+def test_transposed_inputs() -> None:
+    b = Builder()
+    made = []
+    for i in range(2):
+        turned = b.call(aten.permute.default, b.placeholder(f"w{i}", (6, 4)), [1, 0])
+        made += [b.all_gather(turned, role=UNSHARD), b.reduce_scatter(turned, role=REDUCE),
+                 b.all_reduce(turned, role=REPLICATE)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    assert len(bucketed(gm).buckets) == 3 and len(start_nodes(gm)) == 3
+
+
+def test_tied_parameters() -> None:
+    b = Builder()
+    w = b.placeholder("w")
+    made = [b.all_gather(w, role=UNSHARD) for _ in range(2)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    bucketed(gm)
+    assert len(start_nodes(gm)) == 1
+
+
+def test_several_waits_on_one_start() -> None:
+    b = Builder()
+    first, second = b.all_gather(b.placeholder("w0"), role=UNSHARD), b.all_gather(b.placeholder("w1"), role=UNSHARD)
+    again = b.wait(first.start)
+    b.output(b.call(aten.add.Tensor, first.wait, again), second.wait, again)
+    gm = b.module()
+    assert len(bucketed(gm).buckets) == 1
+    assert sum(map(is_wait, gm.graph.nodes)) == 1
+
+
+def test_a_result_written_between_two_waits() -> None:
+    b = Builder()
+    first, second = b.all_gather(b.placeholder("w0"), role=UNSHARD), b.all_gather(b.placeholder("w1"), role=UNSHARD)
+    b.call(aten.mul_.Tensor, first.wait, 3.0)
+    again = b.wait(first.start)
+    b.output(first.wait, b.call(aten.sin.default, again), second.wait)
+    gm = b.module()
+    assert len(bucketed(gm).buckets) == 1
+
+
+def test_alternating_groups_and_interleaved_kinds() -> None:
+    b = Builder()
+    made = []
+    for i in range(6):
+        gathered = b.all_gather(b.placeholder(f"w{i}"), group=["dp", "tp"][i % 2], role=UNSHARD)
+        made += [gathered, b.reduce_scatter(gathered.wait, group=["dp", "tp"][i % 2], role=REDUCE)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    assert [(x.key.transport.value, x.key.group, len(x.members)) for x in bucketed(gm).buckets] == [
+        ("all_gather", "dp", 3), ("reduce_scatter", "dp", 3), ("all_gather", "tp", 3), ("reduce_scatter", "tp", 3),
+    ]
+    assert len(start_nodes(gm)) == 4
+
+
+def test_values_traced_under_different_fake_modes() -> None:
+    b, c = Builder(), Builder()
+    made = [b.all_gather(b.placeholder(f"w{i}"), role=UNSHARD) for i in range(2)]
+    for node in (made[1].start.args[0], made[1].start, made[1].wait):
+        node.meta["val"] = c.empty(tuple(node.meta["val"].shape))  # type: ignore[union-attr]
+    b.output(*(x.wait for x in made))
+    gm = b.module()
+    assert len(bucketed(gm).buckets) == 1
+    assert all(n.meta["val"].fake_mode is b.fake for n in gm.graph.output_node().args[0])
+
+
+# ---- plans that do not fit
+
+
+def pair() -> tuple[fx.GraphModule, Plan]:
+    b = Builder()
+    made = [b.all_gather(b.placeholder(f"w{i}"), role=UNSHARD) for i in range(2)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    return gm, plan_buckets(gm)
+
+
+def test_a_plan_of_another_graph_is_refused() -> None:
+    gm, plan = pair()
+    code = gm.code
+    other, _ = pair()
+    with pytest.raises(ValueError, match="not in this graph; plan again"):
+        apply_plan(other, plan)
+    assert other.code == code
+    assert apply_plan(gm, plan)
+    with pytest.raises(ValueError, match="not in this graph; plan again"):
+        apply_plan(gm, plan)
+
+
+def test_a_hand_made_plan_with_a_ring_is_refused_before_anything_is_touched() -> None:
+    b = Builder()
+    inner = b.all_gather(b.placeholder("w"), role=UNSHARD)
+    outer = b.all_gather(inner.wait, role=UNSHARD)
+    b.output(outer.wait)
+    gm = b.module()
+    _, like = pair()
+    ring = Bucket(like.buckets[0].key, (inner.start, outer.start), (identity(UNSHARD),) * 2, 0)
+    code = gm.code
+    with pytest.raises(ValueError, match="found a ring through the buckets of all_gather_into_tensor_default"):
+        apply_plan(gm, Plan((ring,), ()))
+    assert gm.code == code
+
+
+# ---- cost
+
+
+def calls(work: Callable[[], object]) -> int:
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("per_unit", [10**6, 10])
+def test_cost_grows_linearly(per_unit: int) -> None:
+    def cost(count: int) -> int:
+        b = Builder()
+        made = [b.all_gather(b.placeholder(f"w{i}"), role=UNSHARD, param_group=str(i // per_unit))
+                for i in range(count)]
+        b.output(*(c.wait for c in made))
+        gm = b.module()
+        return calls(lambda: bucket_collectives(gm))
+
+    cost(100)  # fill torch's caches
+    small, large = cost(100), cost(400)
+    assert large < 4.4 * small
