@@ -1,0 +1,22 @@
+"""``python -m benchmarks NAME [--json] ...``: one entry for every measurement."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+NAMES = {"train": "step time, tokens/s, peak memory and losses of each way to run FSDP2 (start with torchrun)"}
+
+
+def main() -> int:
+    """Run the named benchmark with the remaining arguments."""
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        lines = "\n".join(f"  {name:12s} {text}" for name, text in NAMES.items())
+        print(f"usage: python -m benchmarks NAME [--json] [--help]\n{lines}", file=sys.stderr)
+        return 0 if "--help" in sys.argv else 2
+    name = sys.argv.pop(1)
+    return int(importlib.import_module(f"benchmarks.{name}").main())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

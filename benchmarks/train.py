@@ -1,0 +1,218 @@
+"""Step time, tokens/s, peak memory and losses of each way to run FSDP2, in one run.
+
+``torchrun --nproc-per-node N -m benchmarks train [--model 1b] [--batch 4] [--window 2048]``: eager FSDP2, FSDP2
+with per-block compile (what people run), and captured whole, unbucketed, bucketed by parameter group, and bucketed
+in graph order up to a cap. Every variant starts from the same weights and data; one whose losses are not within
+``--tolerance`` of eager FSDP2's counts as failed whatever its speed. ``ratio`` is the step time of per-block
+compile over the variant's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import collective_identity as ci
+import fsdp_hooks
+import inductor_passes  # noqa: F401  (makes the backend known)
+from benchmarks.models import SHAPES, build
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run: eager, each block compiled, or captured whole with these backend options."""
+
+    blocks: bool = False
+    captured: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = MappingProxyType(
+    {
+        "eager": Variant(),
+        "per_block": Variant(blocks=True),
+        "captured": Variant(captured=True, options={"bucketing": False}),
+        "not_resharded": Variant(captured=True, options={"bucketing": False, "reshard": False}),
+        "bucketed": Variant(captured=True, options={}),
+        "bucketed_graph": Variant(captured=True, options={"order": "graph", "cap_mb": 500.0}),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one variant gave on this rank; times in milliseconds, memory in GiB, losses of the first steps."""
+
+    variant: str
+    step_ms: float
+    step_ms_min: float
+    step_ms_max: float
+    tokens_per_s_per_rank: float
+    peak_gib: float | None
+    first_step_s: float
+    losses: tuple[float, ...]
+    gathers: int | None
+    reductions: int | None
+    passes_s: float | None
+    report_ok: bool | None
+
+
+def main() -> int:
+    """Measure every variant; rank 0 prints a line each and the last line is JSON."""
+    args = _arguments()
+    device = _start()
+    results = []
+    for name in args.variants:
+        results.append(_measure(name, VARIANTS[name], args, device))
+        if dist.get_rank() == 0:
+            print(json.dumps(asdict(results[-1])) if args.json else _line(results[-1]), flush=True)
+    failed = _failures(results, args.tolerance)
+    if dist.get_rank() == 0:
+        base = next((r.step_ms for r in results if r.variant == "per_block"), results[0].step_ms)
+        ratio = {r.variant: round(base / r.step_ms, 3) for r in results}
+        print(
+            json.dumps(
+                {
+                    "benchmark": "train",
+                    "torch": torch.__version__,
+                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                    "ranks": dist.get_world_size(),
+                    **{k: getattr(args, k) for k in ("model", "batch", "window", "precision")},
+                    "ratio": ratio,
+                    "failed": failed,
+                }
+            ),
+            flush=True,
+        )
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="torchrun -m benchmarks train", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
+    parser.add_argument("--window", type=int, default=64, help="tokens a sequence")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--tolerance", type=float, default=2e-3, help="relative loss difference to eager FSDP2")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--json", action="store_true", help="a JSON line for each variant")
+    args = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 -m benchmarks train")
+    return args
+
+
+def _start() -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def _measure(name: str, variant: Variant, args: argparse.Namespace, device: torch.device) -> Figures:
+    torch._dynamo.reset()
+    model = build(args.model, device)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.precision == "bf16" else MixedPrecisionPolicy()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        if variant.blocks:
+            block.compile(fullgraph=True)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    with ci.enable() as handle:
+        call: Callable[[Tensor], Tensor] = model
+        if variant.captured:
+            fsdp_hooks.install(model)
+            call = torch.compile(model, backend="collective_identity", fullgraph=True, options=dict(variant.options))
+        step = _step(model, call, args, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        losses = [step()]
+        first = time.perf_counter() - start
+        losses += [step() for _ in range(args.warmup - 1)]
+        times = [_timed(step, device) for _ in range(args.steps)]
+        report = handle.report().to_dict() if variant.captured else None
+    median = statistics.median(times)
+    after = report["collectives"]["after_bucketing"] if report else {}
+    return Figures(
+        variant=name,
+        step_ms=round(1e3 * median, 2),
+        step_ms_min=round(1e3 * min(times), 2),
+        step_ms_max=round(1e3 * max(times), 2),
+        tokens_per_s_per_rank=round(args.batch * args.window / median),
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        first_step_s=round(first, 2),
+        losses=tuple(losses),
+        gathers=after.get(ci.PARAM_UNSHARD),
+        reductions=after.get(ci.GRAD_REDUCE_SHARD),
+        passes_s=report["seconds"]["passes"] if report else None,
+        report_ok=report["ok"] if report else None,
+    )
+
+
+def _step(model: nn.Module, call: Callable[[Tensor], Tensor], args: argparse.Namespace, device: torch.device) -> Any:
+    vocabulary = SHAPES[args.model].vocabulary
+    data = torch.Generator(device=device).manual_seed(dist.get_rank() + 1)
+    tokens = torch.randint(0, vocabulary, (args.batch, args.window), device=device, generator=data)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> float:
+        loss = F.cross_entropy(call(tokens).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _timed(step: Callable[[], float], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()  # reads the loss back, so the device is done with the forward; the rest ends below
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _failures(results: list[Figures], tolerance: float) -> list[str]:
+    reference = results[0].losses
+    failed = []
+    for result in results[1:]:
+        worst = max(abs(a - b) / abs(a) for a, b in zip(reference, result.losses, strict=True))
+        if not worst <= tolerance:
+            failed.append(f"{result.variant}: losses differ from {results[0].variant}'s by {worst:.2e} > {tolerance}")
+    return failed
+
+
+def _line(figures: Figures) -> str:
+    memory = "" if figures.peak_gib is None else f"{figures.peak_gib:7.2f} GiB"
+    return (
+        f"{figures.variant:15s} {figures.step_ms:9.2f} ms [{figures.step_ms_min}-{figures.step_ms_max}] "
+        f"{figures.tokens_per_s_per_rank:9.0f} tokens/s/rank {memory} first step {figures.first_step_s:6.2f} s "
+        f"loss {figures.losses[0]:.5f} -> {figures.losses[-1]:.5f} gathers {figures.gathers} "
+        f"reductions {figures.reductions} passes {figures.passes_s}"
+    )
