@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
 from .errors import InstallError
 
@@ -171,6 +171,13 @@ def divide_factors(group: Any, reduce_dtype: torch.dtype, device_type: str) -> t
         getattr(group, "gradient_divide_factor", None),
         getattr(group, "force_sum_reduction_for_comms", False),
     )
+
+
+def registered_methods(module: nn.Module) -> list[str]:
+    """Names of the methods that ``register_fsdp_forward_method`` made gather and reshard by themselves."""
+    codes = {name: getattr(getattr(value, "__func__", None), "__code__", None) for name, value in vars(module).items()}
+    written_in = register_fsdp_forward_method.__code__.co_filename
+    return [name for name, code in codes.items() if code is not None and code.co_filename == written_in]
 
 
 def uses_default_comms(group: Any) -> bool:

@@ -174,6 +174,7 @@ def _plan(model: nn.Module, root_ids: set[int]) -> list[_Planned]:
         for found in parameters_of(name, module, names):
             binding = Binding(unit, found.spec())
             reads += [(owner, attribute, binding) for owner, attribute in found.owners]
+            unit.sources += ((*found.owners[0], binding.spec),)
         planned.append(_Planned(module, unit, _fsdp2_hooks(module, state, name), tuple(reads)))
     for plan in planned:
         plan.module.reshard()  # type: ignore[operator]

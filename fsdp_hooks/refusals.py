@@ -62,9 +62,11 @@ _AFTER_INSTALL: Mapping[str, bool | None] = MappingProxyType(
 
 
 def check_state(state: Any, name: str) -> None:
-    """Refuse a grouped ``fully_shard([a, b])``."""
+    """Refuse a grouped ``fully_shard([a, b])``, and methods other than ``forward`` that gather by themselves."""
     if len(state._modules) > 1:
         refuse(name, "fully_shard([a, b, ...]) over several modules", "call fully_shard on each module by itself")
+    for method in compat.registered_methods(state._modules[0]):
+        refuse(name, f"register_fsdp_forward_method(module, {method!r})")
 
 
 def check_group(group: Any, name: str) -> None:

@@ -1,7 +1,7 @@
 """What a captured forward runs in place of FSDP2's hooks. Dynamo traces all of it.
 
 While the forward of an FSDP module runs, its *unit* is open and reading one of the unit's parameters gives the
-full tensor, gathered at the first read and kept until the module returns: one gather and one gradient reduction
+full tensor, gathered when the module is entered and kept until it returns: one gather and one gradient reduction
 for a parameter however often it is read (tied weights), as FSDP2 does. Outside, reading gives FSDP2's sharded
 ``DTensor``, so optimizers, ``state_dict`` and checkpoints see what they always saw.
 """
@@ -44,11 +44,16 @@ class Unit:
         self.moves_inputs = is_root and device.type != "cpu"
         self.cast_inputs_to = cast_inputs_to
         self.cast_outputs_to = cast_outputs_to
+        self.sources: tuple[tuple[nn.Module, str, ParamSpec], ...] = ()
         self.full: dict[str, torch.Tensor] | None = None
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Open the unit; move (root only) and cast the inputs as FSDP2's pre-forward does."""
-        self.full = {}
+        """Open the unit: gather its parameters; move (root only) and cast the inputs as FSDP2's pre-forward does.
+
+        All of them here, not each where it is first read: a read may happen inside a checkpointed region, which
+        Dynamo lets read from outside but not write. What is never read is dead code in the graph.
+        """
+        self.full = {spec.fqn: gather(module._parameters[name], spec) for module, name, spec in self.sources}
         if self.moves_inputs:
             args, kwargs = _map(self._to_device, args), _map(self._to_device, kwargs)
         if self.cast_inputs_to is not None:
@@ -78,15 +83,11 @@ class Binding:
     def read(self, sharded: Any) -> Any:
         """The attribute's value now: the sharded parameter, or the full tensor inside the unit's forward."""
         full = self.unit.full
-        if full is None:
-            return sharded
-        if self.spec.fqn not in full:
-            full[self.spec.fqn] = gather(sharded, self.spec)
-        return full[self.spec.fqn]
+        return sharded if full is None else full[self.spec.fqn]
 
 
-def gather(sharded: DTensor, spec: ParamSpec) -> torch.Tensor:
-    """The full parameter of ``sharded``; for tensor-parallel models the DTensor that FSDP2 was given."""
+def gather(sharded: Any, spec: ParamSpec) -> torch.Tensor:
+    """The full parameter of ``sharded``, FSDP2's DTensor; for tensor-parallel models the DTensor FSDP2 was given."""
     full = unshard(sharded.to_local(), spec.args)
     layout = spec.model_parallel
     if layout is None:
