@@ -15,7 +15,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch._guards import CompileContext
 
 import collective_identity as ci
 from collective_identity import session
-from collective_identity.codes import STRUCTURE_MISMATCH
+from collective_identity.codes import LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
 
@@ -75,12 +76,14 @@ class _Compile:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions) -> None:
         self._gm, self._inputs, self._options = gm, inputs, options
+        self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
         self._name = str(CompileContext.current_compile_id() or "graph")
         self._tag = self._digest(logical_groups=False)
         self._agreed = self._digest(logical_groups=True)
         self._key = coverage.coverage_key(gm, inputs, self._tag)
+        self._groups = ci.payload_groups(gm)
         self._recorded: coverage.Tables = coverage.load(self._key) or {}
         self._graphs: dict[GraphKind, _Graph] = {}
         self._lock = threading.Lock()
@@ -105,7 +108,7 @@ class _Compile:
         """Compile, and return what Dynamo calls."""
         start = time.perf_counter()
         with (
-            upstream.cache_key(self._tag),
+            upstream.cache_key(self._tag, self._callers.cache_key_tag),
             upstream.caches_disabled(not self._options.cacheable),
             upstream.joint_pass(self._joint),
         ):
@@ -115,6 +118,7 @@ class _Compile:
                 compiled = upstream.aot_eager(self._gm, self._inputs, self._eager_graph)
         if not self._graphs:
             self._from_cache(time.perf_counter() - start)
+        del self._gm, self._inputs  # the compiled callable keeps this object
         return self._checked(compiled)
 
     # -- the stages ---------------------------------------------------------------------------------------------
@@ -127,33 +131,36 @@ class _Compile:
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            graph = self._begin(upstream.kind_of_inner(kwargs), gm)
-            start = time.perf_counter()
             with (
-                upstream.cache_key(self._tag),
+                self._graph(upstream.kind_of_inner(kwargs), gm) as graph,
+                upstream.cache_key(self._tag, self._callers.cache_key_tag),
                 upstream.caches_disabled(not self._options.cacheable),
-                upstream.post_grad_pass(graph.transform, self._tag),
+                upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
             ):
-                result = inner(gm, inputs, *args, **kwargs)
-            self._finish(graph, time.perf_counter() - start)
-            return result
+                return inner(gm, inputs, *args, **kwargs)
 
         return compile_graph
 
     def _eager_graph(self, gm: fx.GraphModule, kind: GraphKind) -> None:
-        graph = self._begin(kind, gm)
-        start = time.perf_counter()
-        graph.transform(gm)
-        self._finish(graph, time.perf_counter() - start)
+        with self._graph(kind, gm) as graph:
+            graph.transform(gm)
 
     # -- one graph ----------------------------------------------------------------------------------------------
 
-    def _begin(self, kind: GraphKind, gm: fx.GraphModule) -> _Graph:
+    @contextmanager
+    def _graph(self, kind: GraphKind, gm: fx.GraphModule) -> Iterator[_Graph]:
+        """The log of one graph's compile, closed however that ends."""
         run_user_passes(gm, self._options.pre_passes)
         log = self._session.begin_graph(kind, self._name, NAME)
-        graph = _Graph(gm, self._context(kind, gm, log), log, bucketing=self._options.bucketing)
-        self._graphs[kind] = graph
-        return graph
+        start = time.perf_counter()
+        try:
+            graph = _Graph(gm, self._context(kind, gm, log), log, bucketing=self._options.bucketing)
+            self._graphs[kind] = graph
+            yield graph
+        except BaseException as error:
+            log.failed(error, compile_seconds=time.perf_counter() - start)
+            raise
+        self._finish(graph, time.perf_counter() - start)
 
     def _context(self, kind: GraphKind, gm: fx.GraphModule, log: GraphLog) -> PassContext:
         return PassContext(kind=kind, lite=lite_state(gm), observe=self._observe, options=self._options, log=log)
@@ -172,7 +179,7 @@ class _Compile:
         if not self._recorded:
             log = self._session.begin_graph("forward", self._name, NAME)
             log.finish((), cached=True, compile_seconds=seconds)
-            self._graphs["forward"] = _Graph.unknown(log)
+            self._graphs["forward"] = _Graph.unknown(log, self._groups)
         for kind, (before, after) in self._recorded.items():
             log = self._session.begin_graph(kind, self._name, NAME)
             log.captured(before)
@@ -205,6 +212,7 @@ class _Graph:
         self._pipeline = Pipeline([Normalize(), *([Bucket()] if bucketing else [])])
         self.transformed = False
         self.rows_known = True
+        self._groups: tuple[str, ...] | None = None
         self.before = self.after = self._look(gm)
         log.captured(self.before)
 
@@ -214,13 +222,15 @@ class _Graph:
         graph = cls.__new__(cls)
         graph._log, graph.before, graph.after = log, before, after
         graph.transformed = graph.rows_known = True
+        graph._groups = None
         return graph
 
     @classmethod
-    def unknown(cls, log: GraphLog) -> _Graph:
-        """A graph taken from the cache without a record."""
+    def unknown(cls, log: GraphLog, groups: tuple[str, ...]) -> _Graph:
+        """A graph taken from the cache without a record; ``groups`` are the producer's process groups."""
         graph = cls.recorded(log, (), ())
         graph.rows_known = False
+        graph._groups = groups
         return graph
 
     def _look(self, gm: fx.GraphModule) -> Rows:
@@ -249,8 +259,10 @@ class _Graph:
             self.after = recorded[1]
         elif cached:
             self.rows_known = False
+        elif lite is not LiteState.OFF:
+            self._log.event(LITE_SKIPPED, detail=f"lite mode: {lite.value}")
         self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
 
     def agree(self, tag: str) -> None:
         """Compare with the other ranks; raises on every rank when they differ."""
-        self._log.agree(self.after, tag=tag, cached=not self.rows_known)
+        self._log.agree(self.after, tag=tag, cached=not self.rows_known, groups=self._groups)

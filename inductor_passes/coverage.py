@@ -49,7 +49,7 @@ def load(key: str) -> Tables | None:
         return {kind: (_rows(before), _rows(after)) for kind, (before, after) in kinds.items()}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.debug("coverage record %s is unreadable: %s", path, error)
         return None
 

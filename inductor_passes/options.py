@@ -57,7 +57,7 @@ class BackendOptions:
         """These options as one line of JSON, for cache keys and for the agreement between ranks."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["pre_passes"] = [_name_of(one) for one in self.pre_passes]
-        values["inductor"] = {key: str(value) for key, value in sorted(self.inductor.items())}
+        values["inductor"] = {key: _stable(value) for key, value in sorted(self.inductor.items())}
         return json.dumps(values, sort_keys=True)
 
 
@@ -77,19 +77,20 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
             f"(torch._inductor.list_options()), found {', '.join(map(repr, unknown))}: remove or correct them"
         )
     if mode:
-        given = {**mode_options(mode), **given}
+        _one_of("mode", mode, tuple(mode_options()))
+        given = {**mode_options()[mode], **given}
     _one_of("inner", own.get("inner", "inductor"), INNER)
     _one_of("order", own.get("order", "param_group"), ORDERS)
     for name in ("bucketing", "reshard"):
         _one_of(name, own.get(name, True), (True, False))
     if "kinds" in own:
-        own["kinds"] = tuple(own["kinds"])
+        own["kinds"] = _several("kinds", own["kinds"])
         for kind in own["kinds"]:
             _one_of("kinds", kind, KINDS)
     if "cap_mb" in own:
         own["cap_mb"] = _cap(own["cap_mb"])
     if "pre_passes" in own:
-        own["pre_passes"] = tuple(own["pre_passes"])
+        own["pre_passes"] = _several("pre_passes", own["pre_passes"])
         if not all(callable(one) for one in own["pre_passes"]):
             raise OptionError(f"option 'pre_passes' expects callables, found {own['pre_passes']!r}")
     if own.get("inner") == "aot_eager" and given:
@@ -105,6 +106,12 @@ def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise OptionError(f"option {name!r} expects one of {', '.join(map(repr, allowed))}, found {value!r}")
 
 
+def _several(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise OptionError(f"option {name!r} expects a list or a tuple, found {value!r}")
+    return tuple(value)
+
+
 def _cap(value: Any) -> float | tuple[float, ...] | None:
     if value is None:
         return None
@@ -112,6 +119,11 @@ def _cap(value: Any) -> float | tuple[float, ...] | None:
     if not caps or not all(isinstance(c, (int, float)) and not isinstance(c, bool) and c > 0 for c in caps):
         raise OptionError(f"option 'cap_mb' expects a positive number of MiB, or several, found {value!r}")
     return tuple(map(float, caps)) if isinstance(value, (list, tuple)) else float(value)
+
+
+def _stable(value: Any) -> str:
+    """An Inductor option's value without the address of a callable, which differs from process to process."""
+    return _name_of(value) if callable(value) else str(value)
 
 
 def _name_of(one: Any) -> str:

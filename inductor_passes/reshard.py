@@ -76,9 +76,7 @@ def _only_rearranges(node: fx.Node) -> bool:
         return False
     if node.meta.get("partitioner_tag") == "is_backward":
         return False
-    return torch.Tag.pointwise not in node.target.tags and (
-        node.target.is_view or node.target._opname in _REARRANGING
-    )
+    return node.target.is_view or node.target._opname in _REARRANGING
 
 
 _REARRANGING = frozenset(

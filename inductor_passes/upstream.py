@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,35 @@ def inductor_option_exists(name: str) -> bool:
     return name in inductor_config._config  # type: ignore[attr-defined]
 
 
-def mode_options(mode: str) -> Mapping[str, Any]:
-    """Inductor's options of a ``torch.compile`` mode."""
-    return torch._inductor.list_mode_options(mode)
+def mode_options() -> Mapping[str, Mapping[str, Any]]:
+    """Inductor's options of every ``torch.compile`` mode."""
+    return torch._inductor.list_mode_options()
+
+
+@dataclass(frozen=True, slots=True)
+class CallersConfig:
+    """What the caller has configured where we add to it, read when the backend is called.
+
+    A backward that compiles later, in another thread, does not see the caller's ``config.patch`` (torch 2.13).
+    """
+
+    cache_key_tag: str
+    post_grad_passes: tuple[Any, ...]
+
+
+def callers_config(options: Mapping[str, Any]) -> CallersConfig:
+    """The configuration of this thread, with the Inductor ``options`` of this ``torch.compile`` in force."""
+    user = options.get("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+    passes = tuple(user) if isinstance(user, (list, tuple)) else () if user is None else (user,)
+    return CallersConfig(compiler_config.cache_key_tag, passes)
 
 
 @contextmanager
-def cache_key(tag: str) -> Iterator[None]:
+def cache_key(tag: str, user: str) -> Iterator[None]:
     """Append ``tag`` to the user's ``cache_key_tag``, which is in the keys of both compile caches.
 
     Nesting is harmless: a tag that is there already is not appended again.
     """
-    user = compiler_config.cache_key_tag
     if user.endswith(tag):
         yield
         return
@@ -118,10 +136,8 @@ def joint_pass(run: Callable[[fx.GraphModule], None]) -> Iterator[None]:
 class _PostGrad(CustomGraphPass):
     """The user's ``post_grad_custom_pre_pass`` first, then ours, as one pass (2.11 and 2.12 have one slot)."""
 
-    def __init__(self, run: Callable[[fx.GraphModule], None], identity: str, user: Any) -> None:
-        self._run = run
-        self._identity = identity
-        self._user = list(user) if isinstance(user, (list, tuple)) else [] if user is None else [user]
+    def __init__(self, run: Callable[[fx.GraphModule], None], identity: str, user: tuple[Any, ...]) -> None:
+        self._run, self._identity, self._user = run, identity, user
 
     def __call__(self, graph: fx.Graph) -> None:
         for one in self._user:
@@ -136,9 +152,11 @@ class _PostGrad(CustomGraphPass):
 
 
 @contextmanager
-def post_grad_pass(run: Callable[[fx.GraphModule], None], identity: str) -> Iterator[None]:
-    """Run ``run`` on the graph about to be lowered; ``identity`` enters FxGraphCache's key."""
-    both = _PostGrad(run, identity, inductor_config.post_grad_custom_pre_pass)
+def post_grad_pass(
+    run: Callable[[fx.GraphModule], None], identity: str, user: tuple[Any, ...]
+) -> Iterator[None]:
+    """Run the user's passes, then ``run``, on the graph about to be lowered; ``identity`` enters its cache key."""
+    both = _PostGrad(run, identity, user)
     with inductor_config.patch(post_grad_custom_pre_pass=both):  # type: ignore[attr-defined]
         yield
 

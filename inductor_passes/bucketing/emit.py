@@ -197,9 +197,7 @@ def _emit(graph: fx.Graph, bucket: Bucket, items: _Items) -> dict[int, list[fx.N
     received = build.call(WAIT, (start,), wait)
     if received_rows > 1:
         received = build.reshape(received, [received_rows, sum(sizes)], wait)
-    split = build.call(
-        _ATEN.split_with_sizes.default, (received, sizes, 1 if received_rows > 1 else 0), wait
-    )
+    split = build.split(received, sizes, 1 if received_rows > 1 else 0, wait)
     emitted = {items.launch: launch, items.wait: wait}
     for place, (member, item) in enumerate(zip(bucket.members, items.results, strict=True)):
         result: list[fx.Node] = []

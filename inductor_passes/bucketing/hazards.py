@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from collective_identity import compat
-from collective_identity.transports import is_start, is_wait, submodule_of
+from collective_identity.subgraphs import submodule_of
+from collective_identity.transports import is_start, is_wait
 
 # Python functions that FX graphs hold besides operators: `operator` on sizes and lists, `math`, torch.sym_*.
 _PURE_MODULES: Final = frozenset({"_operator", "math"})

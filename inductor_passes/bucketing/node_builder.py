@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,21 +24,22 @@ def mode_of(nodes: Iterable[fx.Node]) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def view_of(value: FakeTensor, shape: Sequence[int]) -> FakeTensor:
-    """A view of a contiguous fake tensor, made by the meta kernel alone at a fifth of a full dispatch's cost.
+def views_of(value: FakeTensor, cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Views of a fake tensor, made by the meta kernels alone; they share the storage of ``value``.
 
-    What `FakeTensorMode` itself does once it has looked through its cache and its exceptions (PyTorch 2.11 and
-    2.13 ``torch/_subclasses/fake_tensor.py``); a view has none. It shares the storage of ``value``.
+    It is what `FakeTensorMode` itself does once it has looked through its cache and its exceptions (PyTorch
+    2.11 and 2.13 ``torch/_subclasses/fake_tensor.py``), of which views have none. A full dispatch costs five
+    times as much.
     """
     mode = value.fake_mode
     kernel_only = getattr(fake_tensor, "in_kernel_invocation_manager", None)
     with torch.no_grad():
         if kernel_only is None:
             with mode:
-                return value.view(shape)  # type: ignore[return-value]
+                return list(cut(value))
         with kernel_only(mode):
-            viewed = value.view(shape)
-        return FakeTensor(mode, viewed, value.device)
+            pieces = cut(value)
+        return [FakeTensor(mode, piece, value.device) for piece in pieces]
 
 
 class NodeBuilder:
@@ -75,10 +76,22 @@ class NodeBuilder:
         value = self.value(node)
         if list(value.shape) == list(shape):
             return node
-        known = view_of(value, shape) if value.is_contiguous() else None
+        known = views_of(value, lambda v: [v.view(shape)])[0] if value.is_contiguous() else None
         return self.call(_ATEN.reshape.default, (node, list(shape)), into, known)
 
+    def split(self, node: fx.Node, sizes: list[int], dim: int, into: list[fx.Node]) -> fx.Node:
+        """One node that yields consecutive pieces along ``dim``, as views.
+
+        The fake pieces are cut one by one: each piece of a split remembers all sizes, which for n pieces
+        takes n times n words.
+        """
+        starts = itertools.accumulate(sizes, initial=0)
+        places = list(zip(starts, sizes, strict=False))
+        pieces = views_of(self.value(node), lambda v: [v.narrow(dim, start, size) for start, size in places])
+        return self.call(_ATEN.split_with_sizes.default, (node, sizes, dim), into, pieces)
+
     def item(self, split: fx.Node, place: int, into: list[fx.Node]) -> fx.Node:
+        """One piece of a split."""
         return self.call(operator.getitem, (split, place), into, split.meta["val"][place])
 
     def contiguous(self, piece: fx.Node, like: torch.Tensor, into: list[fx.Node]) -> fx.Node:
