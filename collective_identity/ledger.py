@@ -63,6 +63,11 @@ class Ledger:
         self._closed = False
         self._seen: set[tuple[object, ...]] = set()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the session has ended."""
+        return self._closed
+
     def declare(self, expectation: Expectation) -> None:
         """Record what a producer will emit; the same model name again replaces it."""
         self._add(ExpectedRecord(expectation.model, expectation.world, tuple(expectation.rows)))

@@ -5,6 +5,7 @@ The holder at the end of this file is the only mutable state of the package.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import traceback
@@ -17,6 +18,9 @@ from .reporting.jsonl import read_run
 from .reporting.report import Report, build_report
 
 Mode = Literal["optimize", "observe"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class SessionError(RuntimeError):
@@ -70,9 +74,19 @@ class Session:
         return build_report((self.ledger.rank_log(),))
 
     def close(self) -> None:
-        """Close the run file; the records stay readable through `report`. Twice does no harm."""
+        """Close the run file and say what went wrong; the records stay readable through `report`. Twice does no harm."""
         _HOLDER.release(self)
+        if not self.ledger.closed:
+            self._say()
         self.ledger.close()
+
+    def _say(self) -> None:
+        """The end of the run in the log: one line, and a warning for each failure."""
+        report = self.report()
+        counts = ", ".join(f"{count} {name}" for name, count in report.ranks[0].counts.items() if count)
+        logger.info("end of session: %s; ranks %s", counts or "no collective seen", report.agreement)
+        for failure in report.failures:
+            logger.warning("end of session: %s", failure)
 
 
 class Handle:
