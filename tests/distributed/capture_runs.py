@@ -239,8 +239,8 @@ def _planted(rank: int, case: Case, expected: list[float], plant: str) -> dict[s
     with ci.enable():
         model = fsdp_hooks.install(prepared(case))
         found = train(model, compiled(model, pre_passes=[fault]), case, rank)
+        logging.getLogger("collective_identity").removeHandler(handler)
         report = ci.report().to_dict()
-    logging.getLogger("collective_identity").removeHandler(handler)
     return {
         "loss": max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True)),
         "ok": report["ok"],

@@ -14,6 +14,7 @@ import torch
 from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
 from tests.distributed.launch import REPOSITORY, ScriptOutcome, run_script
 
+pytestmark = pytest.mark.timeout(600)
 EXAMPLES = REPOSITORY / "examples"
 JOB = EXAMPLES / "train_fsdp2.py"
 SMALL = ("--layers", "1", "--batch", "2", "--window", "32")
@@ -118,7 +119,7 @@ def test_observing_changes_nothing_and_still_reports(tmp_path: Path) -> None:
     line = result(run(2, *options, folder=tmp_path))
     assert line["max_rel_diff_to_eager"] == 0
     assert line["collectives"]["after_bucketing"] == line["collectives"]["before_bucketing"]
-    assert line["counts"]["explicit"] > 0
+    assert captured_right(line)
 
 
 def test_hybrid_sharding_on_four_ranks(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_tensor_parallelism_under_fsdp2_is_not_touched(sequence: tuple[str, ...]
 def test_bf16_differs_no_more_than_twice_what_compiling_by_block_does(tmp_path: Path) -> None:
     """The job measures its own tolerance and fails above it."""
     options = ("--check-against-eager", "--precision", "bf16", "--steps", "5")
-    line = result(run(2, *options, folder=tmp_path))
+    line = result(run(2, *options, folder=tmp_path, timeout=500))
     assert captured_right(line)
     assert line["max_rel_diff_to_eager"] < 0.01
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from collective_identity.transports import Launch, Transport, is_wait, launch_of
+from inductor_passes.bucketing import Plan, bucket_collectives
 
 WORLD = 4
 GROUPS: Mapping[str, tuple[tuple[int, ...], ...]] = {
@@ -74,6 +75,16 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+def bucketed(gm: fx.GraphModule, **options: Any) -> Plan:
+    """Bucket and check that every pretended rank still gets the same values, bit for bit."""
+    inputs, again = random_inputs(gm), random_inputs(gm)
+    expected = run(gm, inputs)
+    plan = bucket_collectives(gm, **options)
+    gm.graph.lint()
+    assert same(expected, run(gm, again)) and same(inputs, again)
+    return plan
 
 
 def _collective(launch: Launch, sent: list[torch.Tensor]) -> list[torch.Tensor]:

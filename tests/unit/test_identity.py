@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
 import pytest
@@ -100,17 +101,26 @@ def test_a_group_that_cannot_be_compared_is_noted() -> None:
     assert parse(payload(PARAM_UNSHARD), transport=Transport.ALL_GATHER, node_group=None).notes == ()
 
 
-def test_hostile_objects_do_not_raise() -> None:
+def test_subclasses_count_as_what_they_hold() -> None:
+    """A dict or str with its own behaviour is read for what it holds; a str enum for its value."""
+
     class Hostile(dict):  # type: ignore[type-arg]
         def __contains__(self, key: object) -> bool:
             raise RuntimeError("no")
+
+        __getitem__ = get = keys = items = __iter__ = __contains__  # type: ignore[assignment]
 
     class Text(str):
         def startswith(self, *args: Any) -> bool:
             raise RuntimeError("no")
 
-    assert parse(Hostile(FULL)).code is codes.WRONG_TYPE
-    assert parse(FULL | {"role": Text("fsdp.param_unshard")}).code is codes.WRONG_TYPE
+    class Role(str, enum.Enum):
+        UNSHARD = PARAM_UNSHARD
+
+    assert parse(Hostile(FULL)) == parse(FULL)
+    assert parse(FULL | {"role": Text(PARAM_UNSHARD)}) == parse(FULL)
+    view = parse(FULL | {"role": Role.UNSHARD}).identity
+    assert view is not None and type(view.role) is str and view.role == PARAM_UNSHARD
 
 
 def test_the_view_shares_nothing_with_the_payload() -> None:

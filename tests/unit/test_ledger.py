@@ -81,9 +81,7 @@ def test_levels_one_info_line_a_compile_details_at_debug(caplog: pytest.LogCaptu
         log = ledger().begin_graph("forward", "0/0", "inductor")
         log.captured(gathers())
         log.event(codes.MOVED_PAYLOAD, node="cast")
-        log.pass_ran(
-            "bucket", 0.5, True, {"fsdp.param_unshard": 6}, {"fsdp.param_unshard": 3}, {"buckets": 3}
-        )
+        log.pass_ran("bucket", 0.5, True, {"fsdp.param_unshard": 6}, {"fsdp.param_unshard": 3}, {"buckets": 3})
         log.finish(gathers(1), compile_seconds=2.0)
     infos = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert infos == [
@@ -108,9 +106,7 @@ def test_rows_speak_for_losses_that_no_pass_reported(caplog: pytest.LogCaptureFi
 
 
 def test_an_unknown_kind_of_graph_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="expected one of joint, forward, backward, inference, found 'train'"
-    ):
+    with pytest.raises(ValueError, match="expected one of joint, forward, backward, inference, found 'train'"):
         ledger().begin_graph("train", "0/0", "inductor")  # type: ignore[arg-type]
 
 
@@ -159,9 +155,7 @@ def test_what_json_cannot_hold_is_left_out_and_said(tmp_path: Path, caplog: pyte
     assert [type(r) for r in read_run(tmp_path)[0].records] == [type(r) for r in book.records()[:2]]
 
 
-def test_a_run_folder_that_vanishes_costs_the_file_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_folder_that_vanishes_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     book = ledger(str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, logger=LOG):
@@ -185,6 +179,17 @@ def test_a_run_folder_that_vanishes_costs_the_file_only(
             "captured.rows: the field 'index' is missing",
         ),
         ({"schema": 1, "kind": "captured", "graph": 0, "rows": [3]}, "expected 'rows' to be"),
+        ({"schema": 1, "kind": "captured", "graph": 0, "rows": "ab"}, "expected 'rows' to be"),
+        (
+            {
+                "schema": 1,
+                "kind": "captured",
+                "graph": 0,
+                "rows": [{**to_json(CapturedRecord(0, gathers()))["rows"][0], "params": "w"}],
+            },
+            "expected 'params' to be",
+        ),
+        ({"schema": 1, "kind": "expected", "model": "m", "world": "w", "rows": []}, "expected 'world' to be"),
     ],
 )
 def test_lines_of_another_make_are_refused_with_what_was_expected(line: object, text: str) -> None:

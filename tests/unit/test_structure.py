@@ -447,7 +447,7 @@ def test_the_cost_is_linear(shape: str, rules: Any) -> None:
 
 
 def test_only_the_cones_that_matter_are_viewed() -> None:
-    from collective_identity.structure import build_view
+    from collective_identity.view import build_view
 
     b = Builder()
     gathered = b.all_gather(b.cast(b.placeholder("w"), torch.bfloat16))
@@ -458,8 +458,8 @@ def test_only_the_cones_that_matter_are_viewed() -> None:
     gm = b.module()
     launch = launch_of(gathered.start)
     assert launch is not None
-    view = build_view([(gathered.start, launch)], "extended")
-    assert {n.name for n in view.dag} == {"w", "convert_element_type_default", gathered.start.name}
+    view = build_view({gathered.start: launch}, "extended")
+    assert {view.nodes[i].name for i in view.cone} == {"w", "convert_element_type_default", gathered.start.name}
     assert start_nodes(gm) == [gathered.start]
 
 

@@ -13,10 +13,10 @@ from torch import fx
 
 from collective_identity import Transport, launch_of, start_nodes
 from collective_identity.compat import find_op, group_order, group_size_of
+from collective_identity.subgraphs import graph_modules
 from collective_identity.transports import (
     WAIT,
     default_overload,
-    graph_modules,
     is_start,
     is_wait,
     waits_of,

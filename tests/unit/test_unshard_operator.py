@@ -82,7 +82,7 @@ GRADIENT = torch.tensor([[1.0, -2.0], [0.3, 1e-3], [7.0, 65.0], [1 / 3, -1e4]])
         ({"reduce_dtype": torch.float16, "predivide": 3.0}, lambda g: (g.half() / 3).float()),
         ({"param_dtype": torch.float64}, lambda g: g.double().float()),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("make", [arguments, replicate])
 def test_one_rank(

@@ -1,0 +1,252 @@
+"""FSDP2 options that capture does not honour: refused by name at install, and when they are set afterwards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
+
+import fsdp_hooks
+from collective_identity import session
+from fsdp_hooks import UnsupportedOption, compat, refusals
+from fsdp_hooks.refusals import WAY_OUT
+from tests.unit.sharded import Model, lazily_initialised, sharded, snapshot
+
+pytestmark = pytest.mark.usefixtures("fake_world")
+
+
+class Gathered(torch.Tensor):
+    """A parameter that gathers itself, as float8 ones do."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Gathered:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, strides=data.stride(), dtype=data.dtype)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data_inside = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Gathered, lambda x: x.data_inside, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Gathered, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> None: ...
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def own_gather() -> Model:
+    model = Model()
+    linear = model.blocks[0][0]
+    linear.weight = nn.Parameter(Gathered(linear.weight.detach()))
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard(model.blocks[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def spmd() -> Model:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    model = Model()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for module in model.blocks[0].modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            value = DTensor.from_local(parameter.detach(), mesh, [Replicate(), Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(value))
+    fully_shard(model.blocks[0], mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    return model
+
+
+def replicated() -> Model:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    model = Model()
+    replicate(model.blocks[0], mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
+    return model
+
+
+def call(method: str, *args: Any, **kwargs: Any) -> Callable[[], Model]:
+    """A model on whose ``blocks.0`` a setter was called."""
+
+    def build() -> Model:
+        model = sharded()
+        getattr(model.blocks[0], method)(*args, **kwargs)
+        return model
+
+    build.__name__ = f"{method}({', '.join(type(arg).__name__ for arg in args)})"
+    return build
+
+
+def other_forward() -> Model:
+    model = sharded()
+    register_fsdp_forward_method(model.blocks[0], "extra_repr")
+    return model
+
+
+def grouped() -> Model:
+    model = Model()
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def grouped_root() -> Model:
+    """Without a root above them, FSDP2's lazy initialisation would raise its own error."""
+    model = Model()
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=init_device_mesh("cpu", (4,)))
+    return model
+
+
+MATERIALISE = "materialise the model first (model.to_empty(device=...), then initialise it), then install"
+ONE_BY_ONE = "call fully_shard on each module by itself"
+WEIGHT = "(parameter 'blocks.0.0.weight')"
+REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
+    (
+        "offload_policy=CPUOffloadPolicy",
+        lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        WAY_OUT,
+    ),
+    ("a custom all-gather or reduce-scatter object", call("set_custom_all_gather", object()), WAY_OUT),
+    ("a custom all-gather or reduce-scatter object", call("set_custom_reduce_scatter", object()), WAY_OUT),
+    (
+        "a custom all-gather or reduce-scatter object",
+        call("set_allocate_memory_from_process_group_for_comm", True),
+        WAY_OUT,
+    ),
+    ("set_all_reduce_hook", call("set_all_reduce_hook", lambda output: None), WAY_OUT),
+    ("set_requires_gradient_sync(False)", call("set_requires_gradient_sync", False), WAY_OUT),
+    ("set_requires_all_reduce(False)", call("set_requires_all_reduce", False), WAY_OUT),
+    ("set_reshard_after_backward(False)", call("set_reshard_after_backward", False), WAY_OUT),
+    ("a gradient divide factor", call("set_gradient_divide_factor", 8.0), WAY_OUT),
+    ("a gradient divide factor", call("set_reduce_scatter_divide_factor", 8.0), WAY_OUT),
+    ("set_unshard_in_backward(False)", call("set_unshard_in_backward", False), WAY_OUT),
+    ("reshard_after_forward=<int>", lambda: sharded(reshard_after_forward=2), WAY_OUT),
+    ("replicate() (a mesh without a shard dimension)", replicated, WAY_OUT),
+    (f"fsdp_pre_all_gather / fsdp_post_all_gather {WEIGHT}", own_gather, WAY_OUT),
+    ("a parameter on the meta device ('blocks.0.0.weight')", lambda: sharded(device="meta"), MATERIALISE),
+    ("register_fsdp_forward_method(module, 'extra_repr')", other_forward, WAY_OUT),
+    ("fully_shard([a, b, ...]) over several modules", grouped, ONE_BY_ONE),
+    ("fully_shard([a, b, ...]) over several modules", grouped_root, ONE_BY_ONE),
+]
+if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13
+    REFUSED.append(("set_reduce_scatter_unused_params(True)", call("set_reduce_scatter_unused_params", True), WAY_OUT))
+if "dp_mesh_dims" in inspect.signature(fully_shard).parameters:  # torch 2.12
+    REFUSED.append(("dp_mesh_dims (an SPMD mesh)", spmd, WAY_OUT))
+if hasattr(FSDPModule, "set_keep_unsharded_storage"):  # torch 2.15
+    REFUSED.append((f"keep_unsharded_storage {WEIGHT}", call("set_keep_unsharded_storage", True), WAY_OUT))
+
+
+@pytest.mark.filterwarnings("ignore:Use `set_gradient_divide_factor`")
+@pytest.mark.parametrize(("option", "build", "way_out"), REFUSED)
+def test_an_option_is_refused_by_name_and_nothing_changes(
+    option: str, build: Callable[[], nn.Module], way_out: str
+) -> None:
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(UnsupportedOption) as raised:
+        fsdp_hooks.install(model)
+    assert str(raised.value) == f"module 'blocks.0': fsdp_hooks does not support {option}: {way_out}"
+    assert snapshot(model) == before
+    assert not lazily_initialised(model)
+    assert session.current() is None
+
+
+def test_every_refusal_of_this_torch_is_tested() -> None:
+    """A row that no model above triggers needs a newer torch than this one."""
+    newer = {
+        "set_reduce_scatter_unused_params(True)": hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+        "dp_mesh_dims (an SPMD mesh)": "dp_mesh_dims" in inspect.signature(fully_shard).parameters,
+        "keep_unsharded_storage": hasattr(FSDPModule, "set_keep_unsharded_storage"),
+        "a sharded gradient dtype of its own": False,
+    }
+    rows = {option for option, _ in (*refusals._GROUP_OPTIONS, *refusals._PARAM_OPTIONS)}
+    here = {row for row in rows if newer.get(row, True)}
+    tested = {option.removesuffix(f" {WEIGHT}") for option, _, _ in REFUSED}
+    assert here <= tested
+
+
+@pytest.mark.parametrize("option", ["keep_unsharded_storage", "a sharded gradient dtype of its own"])
+def test_parameter_options_of_newer_torch(option: str) -> None:
+    """The attributes that torch 2.15 has on an ``FSDPParam``, set as it sets them."""
+    model = sharded()
+    (group,) = compat.groups_of(compat.state_of(model.blocks[1], ""), "")
+    attribute = {"keep_unsharded_storage": option}.get(option, "_has_sharded_grad_dtype_override")
+    setattr(group.fsdp_params[1], attribute, True)
+    with pytest.raises(UnsupportedOption) as raised:
+        fsdp_hooks.install(model)
+    assert str(raised.value) == (
+        f"module 'blocks.1': fsdp_hooks does not support {option} (parameter 'blocks.1.bias'): {WAY_OUT}"
+    )
+
+
+def test_an_option_of_the_root_names_the_root() -> None:
+    model = sharded()
+    model.set_reshard_after_backward(False, recurse=False)
+    with pytest.raises(UnsupportedOption, match="^the root module: .*set_reshard_after_backward"):
+        fsdp_hooks.install(model)
+
+
+def test_the_way_out_works() -> None:
+    """Undo the option, install again."""
+    model = sharded()
+    model.blocks[0].set_unshard_in_backward(False)
+    with pytest.raises(UnsupportedOption):
+        fsdp_hooks.install(model)
+    model.blocks[0].set_unshard_in_backward(True)
+    assert fsdp_hooks.install(model) is model
+
+
+# ---- changes after install ----
+
+PRESENT = {name: only for name, only in refusals._AFTER_INSTALL.items() if hasattr(FSDPModule, name)}
+#: They schedule or annotate eager FSDP2's own streams; a captured graph has none of those.
+HARMLESS = {
+    "set_is_last_backward",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_post_optim_event",
+    "set_reduce_scatter_max_input_buffers",
+}
+
+
+def test_every_setter_of_fsdp2_is_refused_or_known_to_be_harmless() -> None:
+    setters = {name for name in dir(FSDPModule) if name.startswith("set_")}
+    assert setters == (set(PRESENT) - {"unshard"}) | HARMLESS & setters
+
+
+@pytest.mark.parametrize(("method", "accepted"), PRESENT.items())
+def test_a_change_after_install_is_refused(method: str, accepted: bool | None) -> None:
+    model = fsdp_hooks.install(sharded())
+    block = model.blocks[1]
+    name = type(block).__name__
+    refused = [(), (None,), (object(),)] if accepted is None else [(not accepted,), (object(),), ()]
+    for args in refused:
+        with pytest.raises(UnsupportedOption, match=f"^{name}.{method}: .*before fsdp_hooks.install.*uninstall"):
+            getattr(block, method)(*args)
+
+
+@pytest.mark.parametrize(("method", "accepted"), [(m, a) for m, a in PRESENT.items() if a is not None])
+def test_setting_what_is_set_already_is_accepted(method: str, accepted: bool) -> None:
+    model = fsdp_hooks.install(sharded())
+    parameter = list(inspect.signature(getattr(FSDPModule, method)).parameters)[1]
+    assert getattr(model, method)(accepted) is None
+    assert getattr(model, method)(**{parameter: accepted}) is None
+    with pytest.raises(UnsupportedOption):
+        getattr(model, method)(**{parameter: not accepted})
+
+
+def test_setters_work_again_after_uninstall() -> None:
+    model = fsdp_hooks.uninstall(fsdp_hooks.install(sharded()))
+    model.set_requires_gradient_sync(False)
+    (group,) = compat.groups_of(compat.state_of(model, ""), "")
+    assert group.reduce_grads is False
