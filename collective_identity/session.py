@@ -74,7 +74,7 @@ class Session:
         return build_report((self.ledger.rank_log(),))
 
     def close(self) -> None:
-        """Close the run file and say what went wrong; the records stay readable through `report`. Twice does no harm."""
+        """Close the run file, say what went wrong; the records stay readable by `report`. Twice does no harm."""
         _HOLDER.release(self)
         if not self.ledger.closed:
             self._say()

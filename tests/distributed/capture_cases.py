@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, CLASSES = 15, 7  # odd on purpose: every shard of them is uneven
 
@@ -45,6 +46,22 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class CheckpointedBlock(Block):
+    """A block whose inside is recomputed in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.inside, x, use_reentrant=False)
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def checkpointed() -> nn.Module:
+    model = Model()
+    model.blocks = nn.ModuleList(CheckpointedBlock() for _ in range(2))
+    return model
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,7 @@ TWO_RANKS = {
     "keep_after_forward": Case(shard=lambda m: shard_blocks(m, reshard_after_forward=False)),
     "frozen": Case(build=frozen),
     "tied": Case(build=lambda: Model(tied=True)),
+    "checkpointed": Case(build=checkpointed),
     "accumulate_and_clip": Case(micro_batches=2, clip=0.1),
     "columns": Case(build=even, shard=shard_columns),
     "bf16": Case(shard=mixed(**BF16)),

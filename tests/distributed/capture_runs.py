@@ -152,6 +152,29 @@ def state_facts(rank: int, ranks: int) -> dict[str, Any]:
     return facts
 
 
+def without_training(rank: int, ranks: int) -> dict[str, float]:
+    """Largest output difference to eager FSDP2: under no_grad, in inference mode, after a step, and not compiled."""
+    case = capture_cases.TWO_RANKS["uneven"]
+    eager, model = prepared(case), fsdp_hooks.install(prepared(case))
+    call = compiled(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (eager, model)]
+    tokens = torch.randint(0, CLASSES, (4, 5), generator=torch.Generator().manual_seed(rank))
+
+    def outputs() -> float:
+        return (eager(tokens) - call(tokens)).abs().max().item()
+
+    found = {}
+    with torch.no_grad():
+        found["no_grad"] = outputs()
+    for one, optimizer in zip((eager, call), optimizers, strict=True):
+        one(tokens).square().mean().backward()
+        optimizer.step()
+    with torch.inference_mode():
+        found["inference_mode after a step"] = outputs()
+        found["not compiled"] = (eager(tokens) - model(tokens)).abs().max().item()
+    return found
+
+
 def modes(rank: int, ranks: int) -> dict[str, Any]:
     """The same training optimized, unbucketed and observed."""
     case = capture_cases.TWO_RANKS["uneven"]

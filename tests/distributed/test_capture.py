@@ -85,6 +85,11 @@ def test_state_stays_fsdp2s() -> None:
         }
 
 
+def test_inference_and_an_installed_model_that_is_not_compiled() -> None:
+    for found in launch(capture_runs.without_training, 2, timeout=200):
+        assert found == {"no_grad": 0.0, "inference_mode after a step": 0.0, "not compiled": 0.0}
+
+
 def test_passes_off_and_observe_change_nothing_but_the_graph() -> None:
     """bucketing=False and an observe session train to the same bits; observe leaves every graph as it was."""
     for facts in launch(capture_runs.modes, 2, timeout=200):
