@@ -80,8 +80,8 @@ class _Compile:
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
         self._name = str(CompileContext.current_compile_id() or "graph")
-        self._tag = self._digest(logical_groups=False)
-        self._agreed = self._digest(logical_groups=True)
+        self._tag = self._digest(ci.payload_digest(gm), *map(coverage.describe, inputs))
+        self._agreed = self._digest(ci.payload_digest(gm, logical_groups=True))
         self._key = coverage.coverage_key(gm, inputs, self._tag)
         self._groups = ci.payload_groups(gm)
         self._recorded: coverage.Tables = coverage.load(self._key) or {}
@@ -89,19 +89,14 @@ class _Compile:
         self._lock = threading.Lock()
         self._ran = False
 
-    def _digest(self, *, logical_groups: bool) -> str:
+    def _digest(self, *captured: str) -> str:
         """Whatever can change the output and is in no key of torch's: sources, session mode, options, payloads.
 
-        A cache key keeps the names of process groups; ranks compare with logical ones.
+        A cache key keeps the names of process groups and holds this rank's shard sizes; ranks compare without.
         """
         root = Path(__file__).parent.parent
         packages = [root / name for name in ("collective_identity", "fsdp_hooks", "inductor_passes")]
-        parts = (
-            upstream.source_hash(*packages),
-            self._session.mode,
-            self._options.fingerprint(),
-            ci.payload_digest(self._gm, logical_groups=logical_groups),
-        )
+        parts = (upstream.source_hash(*packages), self._session.mode, self._options.fingerprint(), *captured)
         return "collective_identity:" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def run(self) -> Callable[..., Any]:

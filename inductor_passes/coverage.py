@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind
@@ -37,7 +38,7 @@ def coverage_key(gm: fx.GraphModule, inputs: Sequence[Any], tag: str) -> str:
     for name, module in gm.named_modules():
         if isinstance(module, fx.GraphModule):
             text += [name, module.code]
-    text += [_describe(value) for value in inputs]
+    text += [describe(value) for value in inputs]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
@@ -80,7 +81,19 @@ def _rows(items: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRow, ...]:
     )
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {value.device.type} {value.requires_grad}"
-    return repr(value)
+def describe(value: Any) -> str:
+    """One graph input as text: type, dtype, sizes, device; of a tensor subclass also what this rank holds of it.
+
+    Torch's own key takes a ``DTensor`` by its global size. Two ranks whose shards are uneven would share one key,
+    and one of them would run code made for the other's sizes (seen in torch 2.13.0).
+    """
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    text = (
+        f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.device.type} "
+        f"{value.requires_grad}"
+    )
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        text += "".join(f" {name}=({describe(getattr(value, name))})" for name in names)
+    return text
