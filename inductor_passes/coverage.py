@@ -85,12 +85,12 @@ def describe(value: Any) -> str:
     """One graph input as text: type, dtype, sizes, device; of a tensor subclass also what this rank holds of it.
 
     Torch's own key takes a ``DTensor`` by its global size. Two ranks whose shards are uneven would share one key,
-    and one of them would run code made for the other's sizes (seen in torch 2.13.0).
+    and one of them would run code made for the other's sizes (seen in torch 2.13.0, docs/upstream).
     """
     if not isinstance(value, torch.Tensor):
         return repr(value)
     text = (
-        f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.device.type} "
+        f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {tuple(value.stride())} {value.device} "
         f"{value.requires_grad}"
     )
     if is_traceable_wrapper_subclass(value):
