@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .classify import Classification, Mismatch, classify, classify_report
 from .codes import CODES, Code
-from .digest import CollectiveRow, collective_table, digest, payload_digest
+from .digest import CollectiveRow, collective_table, digest, payload_digest, payload_groups
 from .identity import Identity, Source, Verdict, parse
 from .merge import combine
 from .normalize import NormalizationPlan, apply_normalization, normalize, plan_normalization
@@ -55,6 +55,7 @@ __all__ = [
     "normalize",
     "parse",
     "payload_digest",
+    "payload_groups",
     "plan_normalization",
     "report",
     "role_scope",

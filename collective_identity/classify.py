@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from torch import fx
 
-from . import codes, store
+from . import codes, compat, store
 from .codes import Code
 from .identity import VERSION, Identity, Source, Verdict
-from .normalize import plan_normalization
+from .normalize import plan_scanned
 from .roles import DEFAULT_ROLES, RoleTable, is_fsdp
+from .scan import scan_graphs
 from .store import Absence
-from .transports import Launch, Transport, graph_modules, launch_of, start_nodes
+from .transports import Launch, Transport
 
 if TYPE_CHECKING:
-    from .structure import Rules
+    from .view import Rules
 
 STRUCTURE: Final = "structure"
 """Producer of an inferred identity."""
@@ -100,35 +101,42 @@ def classify_report(
     """As `classify`, with what was missing, refuted or doubted. Reads only; linear in nodes + edges."""
     if rules not in ("extended", "compatible"):
         raise ValueError(f"expected rules 'extended' or 'compatible', found {rules!r}")
-    plan = plan_normalization(gm)
+    with compat.collector_paused():
+        return _classified(gm, rules, roles)
+
+
+def _classified(gm: fx.GraphModule, rules: Rules, roles: RoleTable) -> Classification:
+    scans = scan_graphs(gm)
+    plan = plan_scanned(scans)
     identities: dict[fx.Node, Identity | None] = {}
     absences: dict[fx.Node, Absence] = {}
     notes: list[tuple[fx.Node, Code]] = []
-    graphs: list[list[tuple[fx.Node, Launch]]] = []
     open_nodes: set[fx.Node] = set()
-    for module in graph_modules(gm):
-        starts = [(n, launch) for n in start_nodes(module) if (launch := launch_of(n)) is not None]
-        graphs.append(starts)
-        for node, launch in starts:
+    for scan in scans:
+        for node, launch in scan.launches.items():
             verdict = store.verdict_for(node, launch, plan.payloads_at(node), roles=roles)
-            notes += [(node, note) for note in verdict.notes]
-            identities[node] = _settled(node, verdict)
+            identity = identities[node] = _settled(node, verdict)
+            if verdict.notes:
+                notes += [(node, note) for note in verdict.notes]
+            if identity is not None:
+                continue
             dropped = store.dropped_of(node)
             absence = store.absence_from(verdict, dropped)
             if absence is not None:
                 absences[node] = absence
-            if identities[node] is None and not (dropped is not None and dropped.code in _NO_GUESS):
+            if dropped is None or dropped.code not in _NO_GUESS:
                 open_nodes.add(node)
+    graphs = [scan.launches for scan in scans]
     mismatches: list[Mismatch] = []
     if open_nodes:
         groups = {
             launch.group
             for starts in graphs
-            for node, launch in starts
+            for node, launch in starts.items()
             if launch.group is not None and _is_explicit_fsdp(identities[node])
         }
         for starts in graphs:
-            if any(node in open_nodes for node, _ in starts):
+            if not open_nodes.isdisjoint(starts):
                 guesses = _guess(starts, rules, groups, open_nodes)
                 _resolve(starts, guesses, open_nodes, identities, absences, mismatches)
     return Classification(
@@ -156,36 +164,35 @@ def _is_explicit_fsdp(identity: Identity | None) -> bool:
 
 
 def _guess(
-    starts: list[tuple[fx.Node, Launch]],
+    starts: Mapping[fx.Node, Launch],
     rules: Rules,
     groups: set[str],
     open_nodes: set[fx.Node],
 ) -> dict[fx.Node, str | None]:
-    from . import structure  # networkx is imported only where structure is asked
+    from . import structure, view  # networkx is imported only where structure is asked
 
-    settled = {node for node, _ in starts if node not in open_nodes}
-    view = structure.build_view(starts, rules)
-    return structure.structural_roles(view, rules, fsdp_groups=groups, settled=settled)
+    settled = {node for node in starts if node not in open_nodes}
+    return structure.structural_roles(view.build_view(starts, rules), rules, fsdp_groups=groups, settled=settled)
 
 
 def _resolve(
-    starts: list[tuple[fx.Node, Launch]],
+    starts: Mapping[fx.Node, Launch],
     guesses: Mapping[fx.Node, str | None],
     open_nodes: set[fx.Node],
     identities: dict[fx.Node, Identity | None],
     absences: dict[fx.Node, Absence],
     mismatches: list[Mismatch],
 ) -> None:
-    for node, launch in starts:
+    for node, launch in starts.items():
         role = guesses.get(node)
         settled = identities[node]
         if node in open_nodes:
             if role is not None:
                 identities[node] = Identity(VERSION, role, Source.INFERRED, STRUCTURE, launch.group)
-                if absences.get(node) == Absence("never_had"):
+                if absences.get(node) is store.NEVER_HAD:
                     del absences[node]
             elif node not in absences:
-                absences[node] = Absence("never_had")
+                absences[node] = store.NEVER_HAD
         elif settled is not None and settled.explicit and _disagree(settled, role, launch):
             found = role or "no FSDP collective"
             detail = f"{settled.producer} says {settled.role}, structure says {found}"

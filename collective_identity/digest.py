@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import fx
 
 from . import compat, store
-from .transports import Launch, Transport, graph_modules, launch_of, start_nodes
+from .canonical import canonical, fields, plain, sha256
+from .subgraphs import graph_modules
+from .transports import Launch, Transport, launch_of, start_nodes
 
 if TYPE_CHECKING:
     from .classify import Classification
@@ -154,13 +154,13 @@ def digest(gm: fx.GraphModule) -> str:
         )
     moved = {move.origin for move in plan.moves}
     strays = {
-        _canonical(_portable(value, groups))
+        canonical(_portable(value, groups))
         for module in graph_modules(gm)
         for node in module.graph.nodes
         if node not in covered and node not in moved
         for value in store.raw_payloads(node).values()
     }
-    return _sha256([rows, sorted(strays)])
+    return sha256([rows, sorted(strays)])
 
 
 def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
@@ -189,14 +189,23 @@ def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
             continue
         for position, node in enumerate(module.graph.nodes):
             for key, value in store.raw_payloads(node).items():
-                if isinstance(value, Mapping) and "group" in value:
-                    value = {**value, "group": group(value["group"])}
-                rows.append([path, position, key, _plain(value)])
-            name = compat.op_name(node.target) or ""
-            if name.startswith(_HOOK_NAMESPACE):
+                rows.append([path, position, key, plain(_regrouped(value, group))])
+            operator = compat.op_name(node.target) or ""
+            if operator.startswith(_HOOK_NAMESPACE):
                 given = {k: group(v) if k in _GROUPS else v for k, v in compat.arguments(node).items()}
-                rows.append([path, position, name, _plain(given)])
-    return _sha256(rows)
+                rows.append([path, position, operator, plain(given)])
+    return sha256(rows)
+
+
+def payload_groups(gm: fx.GraphModule) -> tuple[str, ...]:
+    """The process groups that the producers' operators of a captured graph name, in order of first appearance."""
+    found: dict[str, None] = {}
+    for module in graph_modules(gm):
+        for node in module.graph.nodes:
+            if (compat.op_name(node.target) or "").startswith(_HOOK_NAMESPACE):
+                given = compat.arguments(node)
+                found.update(dict.fromkeys(name for key in sorted(_GROUPS) if isinstance(name := given.get(key), str)))
+    return tuple(found)
 
 
 def _is_backward_graph(gm: fx.GraphModule) -> bool:
@@ -239,33 +248,11 @@ def _nbytes(launch: Launch) -> int | None:
 
 def _portable(value: object, groups: Mapping[str | None, int]) -> object:
     """A payload with its group name replaced by the logical group."""
-    if isinstance(value, dict) and isinstance(value.get("group"), str):
-        name = value["group"]
-        value = {**value, "group": groups.get(name, "other")}
-    return _plain(value)
+    return plain(_regrouped(value, lambda name: groups.get(name, "other")))
 
 
-def _plain(value: Any) -> object:
-    """A JSON form that tells different values apart and is equal in every process."""
-    if value is None or isinstance(value, (bool, int, str)):
+def _regrouped(value: object, group: Callable[[str], object]) -> object:
+    held = fields(value)
+    if held is None or type(held.get("group")) is not str:
         return value
-    if isinstance(value, dict):
-        items = [[_plain(k), _plain(v)] for k, v in value.items()]
-        return {"dict": sorted(items, key=_canonical)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, (set, frozenset)):
-        return {"set": sorted((_plain(v) for v in value), key=_canonical)}
-    if isinstance(value, fx.Node):
-        return {"node": None}
-    if isinstance(value, (float, complex, bytes, torch.dtype, torch.device, torch.layout, torch.Size)):
-        return {type(value).__name__: repr(value)}
-    return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()
+    return {**held, "group": group(held["group"])}

@@ -8,15 +8,16 @@ residual is none: the residual is also used in a computation.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import fx
 
 from . import compat
-from .sources import is_single, is_source, value_of
-from .transports import Launch, Transport, is_wait, launch_of
+from .sources import is_scalar, value_of
+from .transports import Launch, Transport, is_wait
+from .view import View, is_source
 
 _VIEWS: Final = frozenset(
     "view _unsafe_view reshape expand unsqueeze squeeze permute transpose t alias detach clone contiguous "
@@ -25,108 +26,127 @@ _VIEWS: Final = frozenset(
 )
 _TO_ONE_ELEMENT: Final = frozenset("sum mean amax max norm linalg_vector_norm any all prod _local_scalar_dense".split())
 _CREATORS: Final = frozenset("full full_like zeros zeros_like ones ones_like empty empty_like scalar_tensor".split())
+_CAST: Final = "convert_element_type"
 _OPTIMIZERS: Final = ("_foreach_", "_amp_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
-def gradient_scatters(
-    order: Sequence[fx.Node],
-    asked: Sequence[tuple[fx.Node, Launch]],
-    waits: Mapping[fx.Node, Sequence[fx.Node]],
-) -> set[fx.Node]:
-    """The reduce-scatters of ``asked`` whose result meets nothing but state on its way out.
-
-    Args:
-        order: the descendants of their waits, and of every source those meet, in topological order.
-        asked: reduce-scatters.
-        waits: of each.
-    """
+def gradient_scatters(view: View, asked: Mapping[fx.Node, Launch]) -> set[fx.Node]:
+    """The reduce-scatters of ``asked``, of the view, whose result meets nothing but state on its way out."""
     if not asked:
         return set()
-    gradients, activations = _sort_out(order)
-    spoiled: set[fx.Node] = set()
-    for node in reversed(order):
-        if node in gradients and any(
-            user in spoiled or not _meets_state(user, activations) for user in node.users if not _leaves(user)
-        ):
-            spoiled.add(node)
-    return {
-        start
-        for start, _ in asked
-        if waits[start] and all(w.users and w in gradients and w not in spoiled for w in waits[start])
-    }
+    flow = _Flow(view)
+    spoiled = bytearray(len(view.nodes))
+    for i in reversed(view.cone):
+        met = [above for above in view.inputs[i] if flow.gradient[above]]
+        if met and not flow.leaves[i] and (spoiled[i] or not flow.meets_state(i)):
+            for above in met:
+                spoiled[above] = True
+
+    def is_gradient(wait: fx.Node) -> bool:
+        number = view.number[wait]
+        return bool(wait.users) and bool(flow.gradient[number]) and not spoiled[number]
+
+    return {start for start in asked if view.waits[start] and all(map(is_gradient, view.waits[start]))}
 
 
-def _sort_out(order: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes that hold reduced gradients alone or with state, and those that hold any activation."""
-    computed_with: set[fx.Node] = set()  # its value reaches a contraction, a norm, or something unknown
-    for node in reversed(order):
-        if not _is_update(node) or any(u in computed_with for u in node.users if not _leaves(u)):
-            computed_with.add(node)
-    gradients: set[fx.Node] = set()
-    activations: set[fx.Node] = set()
-    for node in order:
-        if _transport(node) is Transport.REDUCE_SCATTER:
-            gradients.add(node)
-        elif is_source(node):
-            if node in computed_with and not _is_scalar(node):
-                activations.add(node)
-        elif not _is_update(node) or any(i in activations for i in node.all_input_nodes):
-            if not _is_scalar(node):
-                activations.add(node)
-        elif any(i in gradients for i in node.all_input_nodes):
-            gradients.add(node)
-    return gradients, activations
+class _Flow:
+    """What flows where, by number.
 
+    Attributes:
+        leaves: a value is done here: returned, or an updated parameter gathered for the next use.
+        update: gradients may pass: pointwise, views, reductions to one element, optimizers, all-reduces.
+        gradient: holds reduced gradients, alone or with state.
+        activation: holds any activation.
+    """
 
-def _transport(node: fx.Node) -> Transport | None:
-    launch = launch_of(node)
-    return None if launch is None else launch.transport
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._kinds: dict[int, tuple[str, bool]] = {}  # by id of the target
+        size = len(view.nodes)
+        self.leaves, self.update = bytearray(size), bytearray(size)
+        self.gradient, self.activation = bytearray(size), bytearray(size)
+        for i in view.cone:
+            self._look_at(i)
+        self._sort_out()
 
+    def _look_at(self, number: int) -> None:
+        node = self._view.nodes[number]
+        if node.op != "call_function":
+            self.leaves[number] = node.op == "output"
+            self.update[number] = node.op == "output" or is_source(node)
+            return
+        launch = self._view.starts.get(node)
+        if launch is not None:
+            self.leaves[number] = launch.transport is Transport.ALL_GATHER
+            self.update[number] = launch.transport in (Transport.ALL_REDUCE, Transport.REDUCE_SCATTER)
+            self.gradient[number] = launch.transport is Transport.REDUCE_SCATTER
+            return
+        kind = self._kind(node)[0]
+        self.update[number] = (
+            kind == "passes" or (kind == "to_one_element" and is_scalar(node)) or (kind == "asks" and is_wait(node))
+        )
 
-def _leaves(node: fx.Node) -> bool:
-    """Whether a value is done here: returned, or an updated parameter gathered for the next use."""
-    return node.op == "output" or _transport(node) is Transport.ALL_GATHER
+    def _sort_out(self) -> None:
+        """Tell nodes that hold gradients, alone or with state, from those that hold any activation."""
+        nodes, inputs = self._view.nodes, self._view.inputs
+        computed_with = bytearray(len(nodes))  # its value reaches a contraction, a norm, or something unknown
+        for i in reversed(self._view.cone):
+            if not self.update[i]:
+                computed_with[i] = True
+            if computed_with[i] and not self.leaves[i]:
+                for above in inputs[i]:
+                    computed_with[above] = True
+        for i in self._view.cone:
+            node = nodes[i]
+            if self.gradient[i]:
+                continue
+            if is_source(node):
+                self.activation[i] = computed_with[i] and not is_scalar(node)
+            elif not self.update[i] or _any(self.activation, inputs[i]):
+                self.activation[i] = not is_scalar(node)
+            elif _any(self.gradient, inputs[i]):
+                self.gradient[i] = True
 
-
-def _meets_state(node: fx.Node, activations: set[fx.Node]) -> bool:
-    """Whether a node below a gradient is an update whose operands are state of the gradient's own shape."""
-    if not _is_update(node):
-        return False
-    shape = _shape(node)
-    for operand in node.all_input_nodes:
-        if operand in activations:
+    def meets_state(self, number: int) -> bool:
+        """Whether a node below a gradient is an update whose operands are state of the gradient's own shape."""
+        if not self.update[number]:
             return False
-        if shape is not None and _is_pointwise(node) and not _is_scalar(operand) and _shape(operand) != shape:
-            return False
-    return True
-
-
-def _is_update(node: fx.Node) -> bool:
-    """Whether gradients may pass: pointwise, views, reductions to one element, optimizers, all-reduces."""
-    if node.op == "output" or is_source(node) or node.target is operator.getitem or is_wait(node):
+        nodes, node = self._view.nodes, self._view.nodes[number]
+        shape = _shape(node) if self._kind(node)[1] else None
+        for operand in self._view.inputs[number]:
+            if self.activation[operand]:
+                return False
+            if shape is not None and not is_scalar(nodes[operand]) and _shape(nodes[operand]) != shape:
+                return False
         return True
-    transport = _transport(node)
-    if transport is not None:
-        return transport in (Transport.ALL_REDUCE, Transport.REDUCE_SCATTER)
+
+    def _kind(self, node: fx.Node) -> tuple[str, bool]:
+        """What an operator does to a gradient, and whether it is pointwise."""
+        key = id(node.target)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = _kind_of(node)
+        return found
+
+
+def _any(flags: bytearray, numbers: Iterable[int]) -> bool:
+    for number in numbers:
+        if flags[number]:
+            return True
+    return False
+
+
+def _kind_of(node: fx.Node) -> tuple[str, bool]:
+    if node.target is operator.getitem:
+        return "passes", False
     name = (compat.op_name(node.target) or "").partition("::")[2]
-    if name in _TO_ONE_ELEMENT:
-        return _is_scalar(node)
-    if name in _VIEWS or name in _CREATORS or name.startswith(_OPTIMIZERS) or name == "convert_element_type":
-        return True
-    return _is_pointwise(node)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
     overload = compat.op_overload_of(node.target)
-    return overload is not None and torch.Tag.pointwise in overload.tags
-
-
-def _is_scalar(node: fx.Node) -> bool:
-    """Whether the node holds one element, or no tensor at all (a size, a Python number)."""
-    value = value_of(node)
-    if isinstance(value, (list, tuple)):
-        return False
-    return not isinstance(value, torch.Tensor) or is_single(value)
+    pointwise = overload is not None and torch.Tag.pointwise in overload.tags
+    if name in _TO_ONE_ELEMENT:
+        return "to_one_element", pointwise
+    if pointwise or name in _VIEWS or name in _CREATORS or name.startswith(_OPTIMIZERS) or name == _CAST:
+        return "passes", pointwise
+    return "asks", False  # a wait, or the wrapped body of one, else nothing passes
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...] | None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Final
 
 from . import codes
 from .codes import Code
-from .roles import DEFAULT_ROLES, RoleTable, is_namespaced
+from .roles import DEFAULT_ROLES, RoleTable, is_fsdp, is_namespaced
 from .transports import Transport
 
 VERSION: Final = 1
 """The payload's schema version."""
-
-_OPTIONAL_STRINGS: Final = ("group", "param_group")
 
 
 class Source(str, Enum):
@@ -25,6 +24,9 @@ class Source(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+_SOURCES: Final = MappingProxyType({source.value: source for source in Source})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,56 +128,70 @@ def _wrong_type(name: str, expected: str, value: object) -> Verdict:
     return _absent(codes.WRONG_TYPE, f"expected {expected} in {name!r}, found {type(value).__name__}")
 
 
+def _shown(value: object) -> str:
+    """A value for a message, cut: a payload may hold megabytes."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value[:100] if isinstance(value, str) else value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _text(value: str) -> str:
+    """The str that a value holds: of a str enum its value, not its name."""
+    return value if type(value) is str else str.__str__(value)
+
+
 def _parse(raw: object, transport: Transport | None, node_group: str | None, roles: RoleTable) -> Verdict:
     if not isinstance(raw, dict):
         return _absent(codes.WRONG_TYPE, f"expected a dict as payload, found {type(raw).__name__}")
-    missing = [name for name in ("version", "role", "source", "producer") if name not in raw]
-    if missing:
+    fields = raw if type(raw) is dict else dict(dict.items(raw))
+    try:
+        version, role, source, producer = fields["version"], fields["role"], fields["source"], fields["producer"]
+    except KeyError:
+        missing = [name for name in ("version", "role", "source", "producer") if name not in fields]
         return _absent(codes.MISSING_FIELD, f"missing {', '.join(missing)}")
 
-    version, role, source, producer = raw["version"], raw["role"], raw["source"], raw["producer"]
     if isinstance(version, bool) or not isinstance(version, int):
         return _wrong_type("version", "an int", version)
     if version != VERSION:
-        return _absent(codes.UNKNOWN_VERSION, f"expected version {VERSION}, found {version}")
+        return _absent(codes.UNKNOWN_VERSION, f"expected version {VERSION}, found {_shown(version)}")
     for name, value in (("role", role), ("source", source), ("producer", producer)):
         if not isinstance(value, str):
             return _wrong_type(name, "a str", value)
-    if source not in (Source.EXPLICIT.value, Source.INFERRED.value):
-        return _absent(codes.UNKNOWN_SOURCE, f"expected 'explicit' or 'inferred', found {source!r}")
-
-    if not is_namespaced(role):
-        return _absent(codes.BAD_ROLE, f"expected a namespaced role, found {role!r}")
+    role, source, producer = _text(role), _text(source), _text(producer)
+    said = _SOURCES.get(source)
+    if said is None:
+        return _absent(codes.UNKNOWN_SOURCE, f"expected 'explicit' or 'inferred', found {_shown(source)}")
     if not roles.knows(role):
-        known = ", ".join(sorted(r for r in roles.rows if r.startswith("fsdp.")))
-        return _absent(codes.BAD_ROLE, f"expected one of {known}, found {role!r}")
+        return _absent(codes.BAD_ROLE, _bad_role(role, roles))
     if transport is not None and not roles.allows(role, transport):
-        return _absent(codes.ROLE_TRANSPORT, f"{role!r} expects {roles.expected(role)}, found {transport.value}")
+        expected = roles.expected(role)
+        return _absent(codes.ROLE_TRANSPORT, f"{_shown(role)} expects {expected}, found {transport.value}")
 
-    for name in _OPTIONAL_STRINGS:
-        if not isinstance(raw.get(name), (str, type(None))):
-            return _wrong_type(name, "a str", raw[name])
-    params = raw.get("params")
+    group, param_group, params = fields.get("group"), fields.get("param_group"), fields.get("params")
+    for name, value in (("group", group), ("param_group", param_group)):
+        if value is not None and not isinstance(value, str):
+            return _wrong_type(name, "a str", value)
     if params is not None:
         if not isinstance(params, (list, tuple)):
             return _wrong_type("params", "a list of str", params)
         for item in params:
             if not isinstance(item, str):
                 return _wrong_type("params", "a list of str", item)
-
-    group = raw.get("group")
+        params = tuple(map(_text, params))
+    group = None if group is None else _text(group)
     if group is not None and node_group is not None and group != node_group:
         return _absent(
-            codes.GROUP_MISMATCH, f"the payload names group {group!r}, the collective runs on {node_group!r}"
+            codes.GROUP_MISMATCH, f"the payload names group {_shown(group)}, the collective runs on {node_group!r}"
         )
+    unit = None if param_group is None else _text(param_group)
+    identity = Identity(VERSION, role, said, producer, group, unit, params)
     unverified = transport is not None and group is not None and node_group is None
-    identity = Identity(
-        version=VERSION,
-        role=str(role),
-        source=Source(source),
-        producer=str(producer),
-        group=None if group is None else str(group),
-        param_group=None if raw.get("param_group") is None else str(raw["param_group"]),
-        params=None if params is None else tuple(str(p) for p in params),
-    )
     return Verdict(identity, notes=(codes.GROUP_UNVERIFIED,) if unverified else ())
+
+
+def _bad_role(role: str, roles: RoleTable) -> str:
+    if not is_namespaced(role):
+        return f"expected a namespaced role, found {_shown(role)}"
+    known = ", ".join(sorted(r for r in roles.rows if is_fsdp(r)))
+    return f"expected one of {known}, found {_shown(role)}"

@@ -1,4 +1,4 @@
-"""What does a transformation do to identities? Pure functions: identities in, identity and reason out.
+"""What does a transformation do to identities? One table, and pure functions that carry it out.
 
 Not preserved unless shown sound; wrong is worse than missing; a deliberate loss has a name.
 """
@@ -7,12 +7,86 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from . import codes
 from .codes import Code
 from .identity import VERSION, Identity, Source
 from .roles import DEFAULT_ROLES, RoleTable
 from .transports import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What happens to identities in one event.
+
+    Attributes:
+        event: what a pass does.
+        kept: what the new node carries, and when.
+        lost: the name of the loss otherwise; None where nothing can be lost.
+        carried_out_by: the public function, or functions, that a pass calls.
+    """
+
+    event: str
+    kept: str
+    lost: Code | None
+    carried_out_by: str
+
+
+MOVE: Final = Rule("move, stable topological sort", "the identity, untouched", None, "-")
+COPY: Final = Rule(
+    "clone, `node_copy`, graph copy, recomputed copy",
+    "the identity, by value: copies share a dict, which no write of ours changes",
+    None,
+    "`stamp`, `clear`, `store.drop`",
+)
+REPLACE: Final = Rule(
+    "one collective by one other node",
+    "the identity, if the new node is an ordinary collective whose transport fits the role",
+    codes.DROPPED_OPAQUE,
+    "`merge.replacement_outcome`",
+)
+BUCKET: Final = Rule(
+    "several collectives by one (bucket)",
+    "one role, if every member has it: explicit only if every member is; producer: the pass; group and param_group: "
+    "the common value, else none; params: the sorted union, none if any is none",
+    codes.DROPPED_MIXED,
+    "`combine`, `merge.merge_outcome`, `store.set_members`",
+)
+ALGEBRA: Final = Rule(
+    "several collectives by algebra (reduce-scatter dedup)",
+    "as for a bucket; without one common role the rewrite may stay, without a role",
+    codes.DROPPED_MIXED,
+    "`merge.merge_outcome`",
+)
+CSE: Final = Rule(
+    "two collectives found equal (CSE)",
+    "as for a bucket, whichever of the two stays",
+    codes.DROPPED_MIXED,
+    "`merge.merge_outcome`",
+)
+FUSE: Final = Rule(
+    "fusion into an operator that computes and communicates",
+    "nothing; the provenance stays",
+    codes.DROPPED_OPAQUE,
+    "`merge.replacement_outcome`",
+)
+SPLIT: Final = Rule(
+    "one collective by several: split, decomposition, lowering",
+    "the identity, on each part of the same transport",
+    codes.DROPPED_DECOMPOSED,
+    "`merge.split_outcome`",
+)
+HELPER: Final = Rule("helper nodes (copies, splits, views, pads) and the wait", "nothing, ever", None, "`normalize`")
+UNKNOWN: Final = Rule(
+    "a pass that says nothing",
+    "what it left, validated again",
+    codes.DROPPED_UNKNOWN,
+    "`losses.snapshot`, `losses.record_losses`",
+)
+
+RULES: Final = (MOVE, COPY, REPLACE, BUCKET, ALGEBRA, CSE, FUSE, SPLIT, HELPER, UNKNOWN)
+"""Every event that has a rule; `docs/contract.md` shows this table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +149,7 @@ def merge_outcome(identities: Iterable[Identity | None], *, producer: str) -> Ou
     if identity is not None or all(i is None for i in found):
         return Outcome(identity)
     met = sorted({"no role" if i is None else i.role for i in found})
-    return Outcome(None, codes.DROPPED_MIXED, f"{producer} merged {' with '.join(met)}")
+    return Outcome(None, BUCKET.lost, f"{producer} merged {' with '.join(met)}")
 
 
 def replacement_outcome(
@@ -100,7 +174,7 @@ def replacement_outcome(
     if transport is not None and roles.allows(identity.role, transport):
         return Outcome(identity)
     became = "an operator that is no ordinary collective" if transport is None else transport.value
-    return Outcome(None, codes.DROPPED_OPAQUE, f"{producer} turned {identity.role} into {became}")
+    return Outcome(None, REPLACE.lost, f"{producer} turned {identity.role} into {became}")
 
 
 def split_outcome(
@@ -121,7 +195,7 @@ def split_outcome(
     """
     lost = Outcome(
         None,
-        codes.DROPPED_DECOMPOSED,
+        SPLIT.lost,
         f"{producer} decomposed {identity.role if identity else 'a collective'} ({transport.value})",
     )
     return tuple(

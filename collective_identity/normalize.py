@@ -7,7 +7,7 @@ too. Only the start node may carry an identity.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -16,7 +16,10 @@ from torch import fx
 
 from . import codes, compat, store
 from .codes import Code
-from .transports import graph_modules, is_start, is_wait, launch_of, waits_of
+from .identity import Identity
+from .scan import GraphScan, scan_graphs
+from .subgraphs import graph_modules
+from .transports import Launch, is_wait, waited_start
 
 # Operators that only pass data along: casts, views, slices, pads, cats.
 _CARRIERS: Final = frozenset(
@@ -78,12 +81,16 @@ def plan_normalization(gm: fx.GraphModule) -> NormalizationPlan:
     reached through such nodes, that node has no payload and no recorded loss, and the payload is valid there.
     Equal payloads move as one; different ones that would all fit are ambiguous and go.
     """
+    return plan_scanned(scan_graphs(gm))
+
+
+def plan_scanned(scans: Iterable[GraphScan]) -> NormalizationPlan:
+    """`plan_normalization` for graphs that were scanned already."""
     moves: list[Move] = []
     removals: list[Removal] = []
-    for module in graph_modules(gm):
-        strays = [n for n in module.graph.nodes if store.has_payload(n) and not is_start(n)]
-        if strays:
-            _plan_graph(module.graph, strays, moves, removals)
+    for scan in scans:
+        if scan.strays:
+            _plan_graph(scan, moves, removals)
     at = MappingProxyType({move.target: move.payloads for move in moves})
     return NormalizationPlan(tuple(moves), tuple(removals), at)
 
@@ -97,6 +104,8 @@ def apply_normalization(gm: fx.GraphModule, plan: NormalizationPlan) -> bool:
     Raises:
         ValueError: the plan was made for another graph, or the graph lost a node since.
     """
+    if not plan.changes:
+        return False
     live = {node for module in graph_modules(gm) for node in module.graph.nodes}
     touched = [n for m in plan.moves for n in (m.origin, m.target)] + [r.node for r in plan.removals]
     for node in touched:
@@ -110,7 +119,7 @@ def apply_normalization(gm: fx.GraphModule, plan: NormalizationPlan) -> bool:
         store.put(move.origin, {})
     for removal in plan.removals:
         store.put(removal.node, {})
-    return plan.changes
+    return True
 
 
 def normalize(gm: fx.GraphModule) -> bool:
@@ -143,11 +152,73 @@ class _Reach:
 _NOTHING: Final = _Reach()
 
 
-def _is_carrier(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    namespace, _, name = (compat.op_name(node.target) or "").partition("::")
-    return node.target is operator.getitem or (namespace in _NAMESPACES and name in _CARRIERS)
+class _Neighbourhood:
+    """Start nodes reached from a wait (its own), a carrier (upwards and downwards) or a placeholder.
+
+    Looks only at what lies between the nodes asked about and the collectives they reach, at each node once.
+    """
+
+    def __init__(self, launches: Mapping[fx.Node, Launch]) -> None:
+        self._launches = launches
+        self._up: dict[fx.Node, _Reach] = {}
+        self._down: dict[fx.Node, _Reach] = {}
+        self._carriers: dict[int, bool] = {}
+        self._fed: dict[fx.Node, _Reach] = {}
+        for start, launch in launches.items():
+            for source in launch.inputs:
+                self._fed[source] = self._fed.get(source, _NOTHING).merge(_at_start(start))
+
+    def of(self, node: fx.Node) -> _Reach:
+        if is_wait(node):
+            return self._settled(node, self._up, self._above, self._own)
+        down = _NOTHING
+        if node.op == "placeholder" or self._is_carrier(node):
+            down = self._settled(node, self._down, self._below, self._feeds)
+        up = self._settled(node, self._up, self._above, self._own) if self._is_carrier(node) else _NOTHING
+        return up.merge(down)
+
+    def _settled(
+        self,
+        node: fx.Node,
+        table: dict[fx.Node, _Reach],
+        onwards: Callable[[fx.Node], list[fx.Node]],
+        own: Callable[[fx.Node], _Reach],
+    ) -> _Reach:
+        stack = [(node, False)]
+        while stack:
+            current, entered = stack.pop()
+            if entered:
+                table[current] = _merged([own(current), *(table[n] for n in onwards(current))])
+            elif current not in table:
+                stack.append((current, True))
+                stack += [(n, False) for n in onwards(current) if n not in table]
+        return table[node]
+
+    def _own(self, node: fx.Node) -> _Reach:
+        start = waited_start(node, self._launches) if node not in self._launches else node
+        return _NOTHING if start is None else _at_start(start)
+
+    def _above(self, node: fx.Node) -> list[fx.Node]:
+        if node in self._launches or waited_start(node, self._launches) is not None:
+            return []
+        return [i for i in node.all_input_nodes if i in self._launches or self._is_carrier(i) or is_wait(i)]
+
+    def _feeds(self, node: fx.Node) -> _Reach:
+        return self._fed.get(node, _NOTHING)
+
+    def _below(self, node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if self._is_carrier(user)]
+
+    def _is_carrier(self, node: fx.Node) -> bool:
+        if node.op != "call_function":
+            return False
+        key = id(node.target)
+        found = self._carriers.get(key)
+        if found is None:
+            namespace, _, name = (compat.op_name(node.target) or "").partition("::")
+            found = node.target is operator.getitem or (namespace in _NAMESPACES and name in _CARRIERS)
+            self._carriers[key] = found
+        return found
 
 
 def _is_bare(start: fx.Node) -> bool:
@@ -165,59 +236,32 @@ def _merged(reaches: Iterable[_Reach]) -> _Reach:
     return result
 
 
-def _reaches(graph: fx.Graph) -> dict[fx.Node, _Reach]:
-    """Start nodes reached from each wait (its own), carrier (upwards and downwards) and placeholder."""
-    nodes = list(graph.nodes)
-    up: dict[fx.Node, _Reach] = {}
-    down: dict[fx.Node, _Reach] = {}
-    feeds: dict[fx.Node, _Reach] = {}
-    for node in nodes:
-        launch = launch_of(node)
-        if launch is not None:
-            here = up[node] = _at_start(node)
-            for wait in waits_of(node):
-                up[wait] = here
-            for source in launch.inputs:
-                feeds[source] = feeds.get(source, _NOTHING).merge(here)
-        elif _is_carrier(node) or (is_wait(node) and node not in up):
-            up[node] = _merged(up.get(i, _NOTHING) for i in node.all_input_nodes)
-    for node in reversed(nodes):
-        if node.op == "placeholder" or _is_carrier(node):
-            through = _merged(down[u] for u in node.users if _is_carrier(u))
-            down[node] = feeds.get(node, _NOTHING).merge(through)
-    return {
-        n: up.get(n, _NOTHING) if is_wait(n) else up.get(n, _NOTHING).merge(down.get(n, _NOTHING))
-        for n in nodes
-        if n.op == "placeholder" or is_wait(n) or _is_carrier(n)
-    }
-
-
-def _plan_graph(graph: fx.Graph, strays: list[fx.Node], moves: list[Move], removals: list[Removal]) -> None:
-    reaches = _reaches(graph)
-    fitting: dict[fx.Node, list[fx.Node]] = {}
+def _plan_graph(scan: GraphScan, moves: list[Move], removals: list[Removal]) -> None:
+    near = _Neighbourhood(scan.launches)
+    fitting: dict[fx.Node, list[tuple[fx.Node, Identity]]] = {}
     reasons: dict[fx.Node, Removal] = {}
-    for node in strays:
-        reach = reaches.get(node, _NOTHING)
-        reason = _why_not(node, reach)
-        if reason is None and reach.one is not None:
-            fitting.setdefault(reach.one, []).append(node)
-        elif reason is not None:
-            reasons[node] = reason
-    for start, origins in fitting.items():
-        payloads = [store.raw_payloads(n) for n in origins]
-        if all(p == payloads[0] for p in payloads):
-            moves.append(Move(origins[0], start, MappingProxyType(payloads[0])))
-            for node in origins[1:]:
+    for node in scan.strays:
+        found = _fit(node, near.of(node), scan.launches)
+        if isinstance(found, Removal):
+            reasons[node] = found
+        else:
+            start, identity = found
+            fitting.setdefault(start, []).append((node, identity))
+    for start, candidates in fitting.items():
+        (origin, first), *others = candidates
+        if all(identity == first for _, identity in others):
+            moves.append(Move(origin, start, MappingProxyType(store.raw_payloads(origin))))
+            for node, _ in others:
                 reasons[node] = Removal(node, codes.REMOVED_PAYLOAD, f"the same payload moves to {start.name!r}")
         else:
-            for node in origins:
-                detail = f"{len(origins)} nodes beside {start.name!r} carry different payloads"
+            for node, _ in candidates:
+                detail = f"{len(candidates)} nodes beside {start.name!r} carry different payloads"
                 reasons[node] = Removal(node, codes.AMBIGUOUS_PAYLOAD, detail)
-    removals += [reasons[n] for n in strays if n in reasons]
+    removals += [reasons[n] for n in scan.strays if n in reasons]
 
 
-def _why_not(node: fx.Node, reach: _Reach) -> Removal | None:
-    """Why the payload of ``node`` cannot move to the one start node it reaches; None when it can."""
+def _fit(node: fx.Node, reach: _Reach, launches: Mapping[fx.Node, Launch]) -> tuple[fx.Node, Identity] | Removal:
+    """The start node that the payload of ``node`` belongs to and what it says there, or why there is none."""
     if reach.several:
         code = codes.AMBIGUOUS_PAYLOAD if reach.bare else codes.REMOVED_PAYLOAD
         return Removal(node, code, "it lies beside several collectives")
@@ -227,10 +271,10 @@ def _why_not(node: fx.Node, reach: _Reach) -> Removal | None:
     if not reach.bare:
         had = "a payload of its own" if store.has_payload(start) else "lost its identity in a pass"
         return Removal(node, codes.REMOVED_PAYLOAD, f"{start.name!r} has {had}")
-    launch = launch_of(start)
-    if launch is None or store.raw_payload(node) is None:
+    payloads = store.raw_payloads(node)
+    if store.key_of(node) not in payloads:
         return Removal(node, codes.REMOVED_PAYLOAD, f"{codes.SEQ_NR_COPY}: only a copied forward payload")
-    verdict = store.verdict_for(start, launch, store.raw_payloads(node))
+    verdict = store.verdict_for(start, launches[start], payloads)
     if verdict.identity is None:
         return Removal(node, codes.REMOVED_PAYLOAD, f"not valid at {start.name!r}: {verdict.code}: {verdict.detail}")
-    return None
+    return start, verdict.identity

@@ -18,7 +18,8 @@ GRAD_REPLICATE_REDUCE: Final = "fsdp.grad_replicate_reduce"
 """Reduce gradients over the replicate axis, HSDP or DDP (all-reduce). RFC-0057."""
 
 _FSDP: Final = "fsdp."
-_WELL_FORMED: Final = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)+", re.ASCII)
+_NAMESPACE: Final = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+_WORD: Final = re.compile(r"[\w-]+", re.ASCII)
 
 
 def is_fsdp(role: str | None) -> bool:
@@ -28,7 +29,8 @@ def is_fsdp(role: str | None) -> bool:
 
 def is_namespaced(role: str) -> bool:
     """Whether the role reads ``namespace.name[.name…]``: ASCII words, at least two, joined by dots."""
-    return _WELL_FORMED.fullmatch(role) is not None
+    namespace, *words = role.split(".")
+    return bool(words) and _NAMESPACE.fullmatch(namespace) is not None and all(map(_WORD.fullmatch, words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,12 @@ class RoleTable:
 
     def knows(self, role: str) -> bool:
         """Whether the role may exist at all: namespaced, and listed if it is in ``fsdp.``."""
-        return is_namespaced(role) and (not is_fsdp(role) or role in self.rows)
+        return role in self.rows or (not is_fsdp(role) and is_namespaced(role))
 
     def allows(self, role: str, transport: Transport) -> bool:
         """Whether ``transport`` may carry ``role``."""
-        if not self.knows(role):
-            return False
         row = self.rows.get(role)
-        return row is None or transport in row
+        return self.knows(role) if row is None else transport in row
 
     def expected(self, role: str) -> str:
         """The transports of a role in words, for messages."""

@@ -8,19 +8,23 @@ says.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import fx
 
 from . import compat
-from .transports import Launch, is_wait, launch_of, submodule_of
+from .subgraphs import named, submodule_of
+from .transports import Launch, is_wait
+from .view import View, is_source
 
 Kind = Literal["input", "scale", "attribute"]
 _Set = frozenset[fx.Node] | None  # None: more sources than told apart
 _TOLD_APART: Final = 2  # a parameter and its block scale
 _NONE: Final[frozenset[fx.Node]] = frozenset()
+_Sources: TypeAlias = "tuple[_Set, ...]"  # by `_KINDS`
+_NO_SOURCE: Final[_Sources] = (_NONE, _NONE, _NONE)
 _KINDS: Final[tuple[Kind, ...]] = ("input", "scale", "attribute")
 
 # What may stand between a parameter and its quantised form.
@@ -33,38 +37,56 @@ _QUANTISING: Final = frozenset(
 )
 
 
-def is_source(node: fx.Node) -> bool:
-    """Whether data enters the graph here."""
-    return node.op in ("placeholder", "get_attr")
-
-
-def parameter_gathers(order: Sequence[fx.Node], asked: Sequence[tuple[fx.Node, Launch]]) -> set[fx.Node]:
-    """The all-gathers of ``asked`` with one data source.
-
-    Args:
-        order: at least all their ancestors, in topological order.
-        asked: all-gathers.
-    """
-    sources: dict[Kind, dict[fx.Node, _Set]] = {kind: {} for kind in _KINDS}
-    quantised: set[fx.Node] = set()
-    for node in order if asked else ():
-        own = _kind(node) if is_source(node) else None
-        data = _data(node)
-        for kind, table in sources.items():
-            if is_source(node):
-                table[node] = frozenset((node,)) if own == kind else _NONE
-            else:
-                table[node] = _union(table.get(i, _NONE) for i in data)
-        if is_source(node) or (_is_quantising(node) and quantised.issuperset(data)):
-            quantised.add(node)
-    found = set()
-    for start, launch in asked:
-        inputs, scales, attributes = (_union(sources[kind].get(i, _NONE) for i in launch.inputs) for kind in _KINDS)
-        if _is_one_source(inputs, scales, attributes) or (
-            not attributes and quantised.issuperset(launch.inputs) and _is_scaled_pair(inputs, launch)
-        ):
+def parameter_gathers(view: View, asked: Mapping[fx.Node, Launch]) -> set[fx.Node]:
+    """The all-gathers of ``asked``, collectives of the view, with one data source."""
+    if not asked:
+        return set()
+    sources = _sources(view)
+    found: set[fx.Node] = set()
+    pairs: dict[fx.Node, frozenset[fx.Node]] = {}
+    for start, launch in asked.items():
+        parts = [sources[view.homes[view.number[i]]] for i in launch.inputs]
+        inputs, scales, attributes = _joined(parts) if len(parts) != 1 else parts[0]
+        if _is_one_source(inputs, scales, attributes):
             found.add(start)
+        elif inputs is not None and len(inputs) == 2 and not attributes:
+            pairs[start] = inputs
+    if pairs:
+        quantised, judge = _quantised(view), _Pairs(view.starts)
+        found.update(
+            n for n, two in pairs.items() if quantised.issuperset(asked[n].inputs) and judge.scaled(two, asked[n])
+        )
     return found
+
+
+def _sources(view: View) -> dict[int, _Sources]:
+    """What the data of each junction comes from; whatever hangs below it has the same."""
+    table: dict[int, _Sources] = {}
+    for junction in view.junctions:
+        node = view.nodes[junction]
+        if is_source(node):
+            own = frozenset((node,))
+            kind = _kind(node)
+            table[junction] = _NO_SOURCE if kind is None else tuple([own if k == kind else _NONE for k in _KINDS])
+        else:
+            table[junction] = _joined([table.get(view.homes[above], _NO_SOURCE) for above in view.data(junction)])
+    return table
+
+
+def _joined(parts: Sequence[_Sources]) -> _Sources:
+    distinct = {id(part): part for part in parts}
+    if len(distinct) == 1:
+        return parts[0]
+    return tuple([_union(column) for column in zip(*distinct.values(), strict=True)]) if distinct else _NO_SOURCE
+
+
+def _quantised(view: View) -> set[fx.Node]:
+    """The nodes that only quantising operators part from their sources."""
+    found = bytearray(len(view.nodes))
+    for i in view.cone:
+        node = view.nodes[i]
+        found[i] = is_source(node) or (_is_quantising(node) and all(found[above] for above in view.data(i)))
+    return {view.nodes[i] for i in view.cone if found[i]}
 
 
 def _is_one_source(inputs: _Set, scales: _Set, attributes: _Set) -> bool:
@@ -74,7 +96,7 @@ def _is_one_source(inputs: _Set, scales: _Set, attributes: _Set) -> bool:
     if len(inputs) == 1:
         return True
     if attributes is None or attributes:
-        owned = {n for n in attributes or () if isinstance(_attribute(n), torch.nn.Parameter)}
+        owned = {n for n in attributes or () if isinstance(named(n), torch.nn.Parameter)}
         return attributes is not None and len(owned or attributes) == 1
     return scales is not None and len(scales) == 1
 
@@ -89,12 +111,6 @@ def _union(parts: Iterable[_Set]) -> _Set:
             if len(result) > _TOLD_APART:
                 return None
     return result
-
-
-def _data(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What flows into a node as data: of a collective the tensors sent, not its buffer, group or ordering."""
-    launch = launch_of(node)
-    return tuple(node.all_input_nodes) if launch is None else launch.inputs
 
 
 def _kind(node: fx.Node) -> Kind | None:
@@ -112,7 +128,7 @@ def value_of(node: fx.Node) -> Any:
     """The node's example value: ``meta["val"]``, or what a ``get_attr`` names; None when unknown."""
     if "val" in node.meta:
         return node.meta["val"]
-    return None if node.op != "get_attr" or submodule_of(node) is not None else _attribute(node)
+    return None if node.op != "get_attr" or submodule_of(node) is not None else named(node)
 
 
 def is_single(value: torch.Tensor) -> bool:
@@ -120,11 +136,12 @@ def is_single(value: torch.Tensor) -> bool:
     return all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
-def _attribute(node: fx.Node) -> Any:
-    found: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        found = getattr(found, part, None)
-    return found
+def is_scalar(node: fx.Node) -> bool:
+    """Whether the node holds one element, or no tensor at all (a size, a Python number)."""
+    value = value_of(node)
+    if isinstance(value, (list, tuple)):
+        return False
+    return not isinstance(value, torch.Tensor) or is_single(value)
 
 
 def _is_quantising(node: fx.Node) -> bool:
@@ -135,55 +152,64 @@ def _is_quantising(node: fx.Node) -> bool:
     return cast or (namespace == "aten" and name in _QUANTISING)
 
 
-def _is_scaled_pair(inputs: _Set, launch: Launch) -> bool:
-    """Whether the two inputs are a parameter and its block-scale tensor, consumed only with it.
+class _Pairs:
+    """Which gathers of two inputs gather a parameter and its block-scale tensor, consumed only with it?
 
     Only for one byte an element, before or after scaling: anything wider may be an activation and the weight
-    of its norm.
+    of its norm. Each pair of inputs is judged once.
     """
-    if inputs is None or len(inputs) != 2:
-        return False
-    scale, param = sorted(inputs, key=_elements)
-    narrow = all(_width(i) == 1 for i in launch.inputs) or _width(param) == 1
-    return narrow and _divides(value_of(scale), value_of(param)) and _only_with(scale, param)
 
+    def __init__(self, launches: Mapping[fx.Node, Launch]) -> None:
+        self._launches = launches
+        self._together: dict[tuple[fx.Node, fx.Node], bool] = {}
+        self._made_from: dict[fx.Node, set[fx.Node]] = {}
 
-def _only_with(scale: fx.Node, param: fx.Node) -> bool:
-    """Whether every use of ``scale`` is its own gather, or meets a node made from ``param``."""
-    seen = {scale}
-    queue = [scale]
-    while queue:
-        for user in queue.pop().users:
-            if user in seen or user.op == "output":
-                continue
-            others = [i for i in _data(user) if i not in seen and not _is_constant(i)]
-            if not others:
-                seen.add(user)
-                queue.append(user)
-            elif not any(_comes_from(i, param) for i in others):
-                return False
-    return True
+    def scaled(self, inputs: frozenset[fx.Node], launch: Launch) -> bool:
+        scale, param = sorted(inputs, key=_elements)
+        narrow = all(_width(i) == 1 for i in launch.inputs) or _width(param) == 1
+        if not narrow or not _divides(value_of(scale), value_of(param)):
+            return False
+        if (scale, param) not in self._together:
+            self._together[scale, param] = self._only_with(scale, self._reached(param))
+        return self._together[scale, param]
+
+    def _data(self, node: fx.Node) -> Sequence[fx.Node]:
+        launch = self._launches.get(node)
+        return node.all_input_nodes if launch is None else launch.inputs
+
+    def _only_with(self, scale: fx.Node, reached: set[fx.Node]) -> bool:
+        """Whether every use of ``scale`` is its own gather, or meets a node made from the parameter."""
+        seen = {scale}
+        queue = [scale]
+        while queue:
+            for user in queue.pop().users:
+                if user in seen or user.op == "output":
+                    continue
+                others = [i for i in self._data(user) if i not in seen and not _is_constant(i)]
+                if not others:
+                    seen.add(user)
+                    queue.append(user)
+                elif reached.isdisjoint(others):
+                    return False
+        return True
+
+    def _reached(self, param: fx.Node) -> set[fx.Node]:
+        """What quantising operators and collectives alone make from ``param``, and itself."""
+        if param not in self._made_from:
+            seen = self._made_from[param] = {param}
+            queue = [param]
+            while queue:
+                current = queue.pop()
+                for user in current.users:
+                    passes = user in self._launches or is_wait(user) or _is_quantising(user)
+                    if user not in seen and passes and current in self._data(user):
+                        seen.add(user)
+                        queue.append(user)
+        return self._made_from[param]
 
 
 def _is_constant(node: fx.Node) -> bool:
     return _kind(node) not in ("input", "attribute") if is_source(node) else not node.all_input_nodes
-
-
-def _comes_from(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``source`` reaches ``node`` through quantising operators and collectives alone."""
-    seen = {node}
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        if current is source:
-            return True
-        if is_source(current) or not (_is_quantising(current) or is_wait(current) or launch_of(current)):
-            continue
-        for above in _data(current):
-            if above not in seen:
-                seen.add(above)
-                queue.append(above)
-    return False
 
 
 def _elements(node: fx.Node) -> int:

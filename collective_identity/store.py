@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from torch import fx
 
 from . import codes
+from .canonical import fields
 from .codes import Code
 from .identity import Identity, Verdict, parse
 from .roles import DEFAULT_ROLES, RoleTable
@@ -27,6 +29,8 @@ BACKWARD_KEY: Final = "distributed.comm_semantics.backward"
 _CUSTOM: Final = "custom"
 _DROPPED: Final = "collective_identity.dropped"
 _MEMBERS: Final = "collective_identity.members"
+_EMPTY: Final[Mapping[str, Any]] = MappingProxyType({})
+_NO_PAYLOAD: Final = Verdict(None)
 _NOT_A_START: Final = "not a start node: it launches no collective"
 
 AbsenceKind = Literal["never_had", "malformed", "dropped", "not_captured"]
@@ -48,6 +52,9 @@ class Absence:
     code: Code | None = None
     pass_name: str | None = None
     detail: str = ""
+
+
+NEVER_HAD: Final = Absence("never_had")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +80,35 @@ def runs_in_backward(node: fx.Node) -> bool:
     (PyTorch 2.13 ``_functorch/partitioners.py`` marks every node there ``autograd_backward``, copies too), or
     the name and checkpoint policy that ``remat_using_tags_for_fwd_loss_bwd_graph_pass.py`` gives its copies.
     """
-    place = node.meta.get("partitioner_tag")
+    meta = node.meta
+    place = meta.get("partitioner_tag")
     if place == "is_backward":
         return True
-    if place == "is_forward" or node.meta.get("autograd_backward") is not True:
+    if place == "is_forward" or meta.get("autograd_backward") is not True:
         return False
-    return not (node.name.endswith("_recomputed") and node.meta.get("recompute") is not None)
+    return not (node.name.endswith("_recomputed") and meta.get("recompute") is not None)
 
 
-def raw_payload(node: fx.Node) -> object | None:
-    """The payload that counts for this node, unvalidated; None when there is none.
-
-    On a backward node only `BACKWARD_KEY` is read, elsewhere only `KEY`.
-    """
-    return _custom(node).get(BACKWARD_KEY if runs_in_backward(node) else KEY)
+def key_of(node: fx.Node) -> str:
+    """The key that counts for this node: on a backward node only `BACKWARD_KEY` is read, elsewhere only `KEY`."""
+    return BACKWARD_KEY if runs_in_backward(node) else KEY
 
 
 def raw_payloads(node: fx.Node) -> dict[str, object]:
     """Every payload on the node by key, unvalidated, in a fresh dict; empty when there is none."""
     custom = _custom(node)
-    return {key: custom[key] for key in (KEY, BACKWARD_KEY) if key in custom}
+    return {key: custom[key] for key in (KEY, BACKWARD_KEY) if key in custom} if custom else {}
 
 
 def has_payload(node: fx.Node) -> bool:
     """Whether any payload is on the node, valid or not, under either key."""
     custom = _custom(node)
     return KEY in custom or BACKWARD_KEY in custom
+
+
+def payload_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Every node of the graph with a payload, valid or not, in graph order."""
+    return [node for node in graph.nodes if node.meta.get(_CUSTOM) is not None and has_payload(node)]
 
 
 def verdict_of(node: fx.Node, *, roles: RoleTable = DEFAULT_ROLES) -> Verdict:
@@ -113,12 +123,14 @@ def verdict_for(
     node: fx.Node, launch: Launch, payloads: Mapping[str, object], *, roles: RoleTable = DEFAULT_ROLES
 ) -> Verdict:
     """Validate payloads as if they lay on start node ``node``: what normalisation will find there."""
-    key = BACKWARD_KEY if runs_in_backward(node) else KEY
+    if not payloads:
+        return _NO_PAYLOAD
+    key = key_of(node)
     if key in payloads:
         return parse(payloads[key], transport=launch.transport, node_group=launch.group, roles=roles)
     if key == BACKWARD_KEY and KEY in payloads:
         return Verdict(None, codes.SEQ_NR_COPY, f"{node.name} runs in backward and has no {BACKWARD_KEY!r}")
-    return Verdict(None)
+    return _NO_PAYLOAD
 
 
 def identity_of(node: fx.Node) -> Identity | None:
@@ -146,7 +158,7 @@ def absence_from(verdict: Verdict, dropped: Absence | None) -> Absence | None:
         return dropped
     if verdict.code is not None:
         return Absence("malformed", verdict.code, None, verdict.detail)
-    return Absence("never_had")
+    return NEVER_HAD
 
 
 def dropped_of(node: fx.Node) -> Absence | None:
@@ -218,11 +230,12 @@ def members_of(node: fx.Node) -> BucketRecord | None:
 
 def _custom(node: fx.Node) -> Mapping[str, Any]:
     custom = node.meta.get(_CUSTOM)
-    return custom if isinstance(custom, Mapping) else {}
+    if type(custom) is dict:
+        return custom
+    return _EMPTY if custom is None else fields(custom) or _EMPTY
 
 
 def _fresh(value: object) -> object:
     """A copy of a payload that shares no container with it; odd values are kept as they are."""
-    if isinstance(value, dict):
-        return {k: list(v) if isinstance(v, list) else v for k, v in value.items()}
-    return value
+    held = fields(value)
+    return value if held is None else {k: list(v) if type(v) is list else v for k, v in held.items()}

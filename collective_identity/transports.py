@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
 
 from . import compat
+from .subgraphs import CONTROL_DEPS, named, wrapped_body
 
 
 class Transport(str, Enum):
@@ -53,7 +55,6 @@ class Launch:
 
 _NS: Final = "_c10d_functional"
 _AUTOGRAD: Final = "_c10d_functional_autograd"
-_CONTROL_DEPS: Final = "control_deps"
 
 # Every form of every transport, by qualified name: an operator this torch lacks simply never occurs.
 # `symm_mem.fused_*` is compute and communication in one, so never a transport.
@@ -84,6 +85,8 @@ _STARTS: Final = MappingProxyType(
 )
 _WAITS: Final = frozenset({f"{_NS}::wait_tensor"})
 _DATA_ARGS: Final = ("input", "inputs", "tensor", "tensors")
+
+_Kind: TypeAlias = "_Operator | str | None"
 
 _DEFAULTS: Final = MappingProxyType(
     {
@@ -123,37 +126,43 @@ def launch_of(node: fx.Node) -> Launch | None:
     """What ``node`` launches, or None when it is no start node. Reads, never writes; never raises."""
     if node.op != "call_function":
         return None
-    known = _STARTS.get(compat.op_name(node.target) or "")
-    if known is not None:
-        return _read(node, *known)
-    body = wrapped_body(node)
-    if body is None:
+    kind = _kind(node.target)
+    if kind is None:
         return None
-    outer = _outer_of(node, body)
-    for inner in body.graph.nodes:
-        launch = launch_of(inner)
-        if launch is not None:
-            inputs = tuple(outer[i] for i in launch.inputs if i in outer)
-            return replace(launch, form="control_deps", inputs=inputs)
-    return None
+    return _read_wrapped(node) if isinstance(kind, str) else _read(node, kind)
+
+
+def launches(gm: fx.GraphModule) -> dict[fx.Node, Launch]:
+    """What every start node of this graph launches, in graph order; each target is looked up once."""
+    kinds: dict[int, _Kind] = {}  # by id: hashing an operator is a Python call
+    found: dict[fx.Node, Launch] = {}
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        target = node.target
+        try:
+            kind = kinds[id(target)]
+        except KeyError:
+            kind = kinds[id(target)] = _kind(target)
+        if kind is not None:
+            launch = _read_wrapped(node) if isinstance(kind, str) else _read(node, kind)
+            if launch is not None:
+                found[node] = launch
+    return found
 
 
 def is_start(node: fx.Node) -> bool:
     """Whether ``node`` launches a collective, in whatever form."""
-    if node.op != "call_function":
-        return False
-    if compat.op_name(node.target) in _STARTS:
-        return True
-    body = wrapped_body(node)
-    return body is not None and any(is_start(inner) for inner in body.graph.nodes)
+    return launch_of(node) is not None
 
 
 def is_wait(node: fx.Node) -> bool:
     """Whether ``node`` waits for a collective."""
     if node.op != "call_function":
         return False
-    if compat.op_name(node.target) in _WAITS:
-        return True
+    name = compat.op_name(node.target)
+    if name is not None:
+        return name in _WAITS
     body = wrapped_body(node)
     return body is not None and any(is_wait(inner) for inner in body.graph.nodes)
 
@@ -171,55 +180,7 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
 
 def start_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     """The start nodes of this graph, in graph order; sub-graphs are graphs of their own (`graph_modules`)."""
-    return [node for node in gm.graph.nodes if is_start(node)]
-
-
-def wrapped_body(node: fx.Node) -> fx.GraphModule | None:
-    """The sub-graph a ``control_deps`` node runs, None for any other node.
-
-    PyTorch 2.11–2.15 ``torch/_inductor/fx_passes/control_dependencies.py``:
-    ``control_deps(dependencies, subgraph, *inputs)``, the sub-graph behind a ``get_attr`` or given itself.
-    """
-    if compat.higher_order_name(node.target) != _CONTROL_DEPS or len(node.args) < 2:
-        return None
-    return submodule_of(node.args[1])
-
-
-def submodule_of(value: object) -> fx.GraphModule | None:
-    """The GraphModule that an argument is, or that a ``get_attr`` node names, else None."""
-    if isinstance(value, fx.Node) and value.op == "get_attr":
-        module: Any = value.graph.owning_module
-        for part in str(value.target).split("."):
-            module = getattr(module, part, None)
-        value = module
-    return value if isinstance(value, fx.GraphModule) else None
-
-
-def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """``gm``, then every sub-graph that a higher-order operator of it runs, once each, outer before inner.
-
-    The one-operator bodies of ``control_deps`` are left out: their node is the collective.
-    """
-    seen: set[int] = set()
-    queue = [gm]
-    while queue:
-        current = queue.pop(0)
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        for node in current.graph.nodes:
-            if node.op == "get_attr":
-                inner = submodule_of(node)
-                wraps = node.users and all(
-                    compat.higher_order_name(user.target) == _CONTROL_DEPS for user in node.users
-                )
-                if inner is not None and not wraps:
-                    queue.append(inner)
-            elif node.op == "call_module" and node.graph.owning_module is not None:
-                called = node.graph.owning_module.get_submodule(str(node.target))
-                if isinstance(called, fx.GraphModule):
-                    queue.append(called)
+    return list(launches(gm))
 
 
 def group_name(value: object) -> str | None:
@@ -227,13 +188,18 @@ def group_name(value: object) -> str | None:
     if isinstance(value, fx.Node):
         if "val" in value.meta:
             return compat.group_name_of(value.meta["val"])
-        if value.op == "get_attr":
-            module: Any = value.graph.owning_module
-            for part in str(value.target).split("."):
-                module = getattr(module, part, None)
-            return compat.group_name_of(module)
-        return None
+        return compat.group_name_of(named(value)) if value.op == "get_attr" else None
     return compat.group_name_of(value)
+
+
+def waited_start(wait: fx.Node, starts: Container[fx.Node]) -> fx.Node | None:
+    """The one of ``starts`` that ``wait`` waits for, directly or through ``getitem``; None for any other node."""
+    if not is_wait(wait):
+        return None
+    waited = _waited(wait)
+    if isinstance(waited, fx.Node) and waited not in starts and waited.target is operator.getitem:
+        waited = waited.args[0]
+    return waited if isinstance(waited, fx.Node) and waited in starts else None
 
 
 def _waited(wait: fx.Node) -> object:
@@ -243,26 +209,76 @@ def _waited(wait: fx.Node) -> object:
     return wait.args[0] if wait.args else next(iter(wait.kwargs.values()), None)
 
 
-def _outer_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """Placeholder of a wrapped body → the node given for it."""
-    inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-    return {p: a for p, a in zip(inner, node.args[2:], strict=False) if isinstance(a, fx.Node)}
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """How to read a call of a collective: its arguments' names, the positions of those that count, -1 for none."""
+
+    names: tuple[str, ...]
+    transport: Transport
+    form: str
+    data: int
+    group: int
+    size: int
+    reduce_op: int
+    needed: int
 
 
-def _read(node: fx.Node, transport: Transport, form: str) -> Launch:
-    given = compat.arguments(node)
-    group = group_name(given.get("group_name"))
-    size = given.get("group_size")
+def _kind(target: object) -> _Kind:
+    """How to read a call of ``target``; a str where its body has to be looked at; None for no start."""
+    overload = compat.op_overload_of(target)
+    if overload is not None:
+        return _operator(overload)
+    return CONTROL_DEPS if compat.higher_order_name(target) == CONTROL_DEPS else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _operator(overload: torch._ops.OpOverload) -> _Operator | None:
+    known = _STARTS.get(compat.op_name(overload) or "")
+    if known is None:
+        return None
+    names = compat.argument_names(overload)
+    at = {name: position for position, name in enumerate(names)}
+    data = next((at[name] for name in _DATA_ARGS if name in at), -1)
+    places = (data, at.get("group_name", -1), at.get("group_size", -1), at.get("reduce_op", -1))
+    return _Operator(names, *known, *places, needed=max(places) + 1)
+
+
+def _read_wrapped(node: fx.Node) -> Launch | None:
+    """The launch in the body of a ``control_deps`` node, in terms of the nodes given to it."""
+    body = wrapped_body(node)
+    if body is None:
+        return None
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    outer = dict(zip(placeholders, node.args[2:], strict=False))
+    for inner in body.graph.nodes:
+        launch = launch_of(inner)
+        if launch is None:
+            continue
+        inputs = [outer.get(i) for i in launch.inputs]
+        group = launch.group
+        given = compat.arguments(inner).get("group_name")
+        if group is None and isinstance(given, fx.Node):
+            group = group_name(outer.get(given))
+        size = launch.group_size
+        if size is None and group is not None:
+            size = compat.group_size_of(group)
+        inputs_given = tuple(i for i in inputs if isinstance(i, fx.Node))
+        return replace(launch, form=CONTROL_DEPS, group=group, group_size=size, inputs=inputs_given)
+    return None
+
+
+def _read(node: fx.Node, call: _Operator) -> Launch:
+    args, kwargs = node.args, node.kwargs
+    if kwargs or len(args) < call.needed:
+        given = compat.arguments(node)
+        args = tuple([given.get(name) for name in call.names])  # type: ignore[misc]
+    data = args[call.data] if call.data >= 0 else ()
+    group = group_name(args[call.group]) if call.group >= 0 else None
+    size = args[call.size] if call.size >= 0 else None
     if not isinstance(size, int):
         size = compat.group_size_of(group) if group is not None else None
-    reduce_op = given.get("reduce_op")
-    data = next((given[k] for k in _DATA_ARGS if k in given), ())
-    flat = data if isinstance(data, (list, tuple)) else (data,)
-    return Launch(
-        transport=transport,
-        form=form,
-        group=group,
-        group_size=size,
-        reduce_op=reduce_op if isinstance(reduce_op, str) else None,
-        inputs=tuple(n for n in flat if isinstance(n, fx.Node)),
-    )
+    reduce_op = args[call.reduce_op] if call.reduce_op >= 0 else None
+    inputs: tuple[Any, ...] = (data,) if isinstance(data, fx.Node) else ()
+    if isinstance(data, (list, tuple)):
+        inputs = tuple([n for n in data if isinstance(n, fx.Node)])
+    return Launch(call.transport, call.form, group, size, reduce_op if isinstance(reduce_op, str) else None, inputs)

@@ -191,36 +191,48 @@ def from_json(raw: object) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if type(value) in _PRIMITIVES:
+        return value
+    fields = _FIELDS.get(type(value))
+    if fields is not None:
+        return {name: _plain(getattr(value, name)) for name, _, _, _ in fields}
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return [_plain(v) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (int, float, str)):
         return value
     return str(value)
 
 
-def _fields(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, type, required) of each field."""
+_PRIMITIVES = frozenset((type(None), bool, int, float, str))
+
+_Field: TypeAlias = tuple[str, Any, frozenset[Any], bool]
+"""(name, type, classes whose values need no closer look, required)"""
+
+
+def _fields(cls: type[Any]) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls)
-    return tuple(
-        (f.name, hints[f.name], f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
-        for f in dataclasses.fields(cls)
-    )
+    found = []
+    for f in dataclasses.fields(cls):
+        hint = hints[f.name]
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+        found.append((f.name, hint, _PRIMITIVES.intersection(choices), required))
+    return tuple(found)
 
 
-_FIELDS: Mapping[type[Any], tuple[tuple[str, Any, bool], ...]] = types.MappingProxyType(
+_FIELDS: Mapping[type[Any], tuple[_Field, ...]] = types.MappingProxyType(
     {cls: _fields(cls) for cls in (*KINDS.values(), CollectiveRow, ExpectedRow)}
 )
 
 
 def _build(cls: type[Any], raw: Mapping[str, Any], where: str) -> Any:
     values: dict[str, Any] = {}
-    for name, hint, required in _FIELDS[cls]:
+    for name, hint, at_once, required in _FIELDS[cls]:
         if name in raw:
-            values[name] = _typed(hint, raw[name], where, name)
+            value = raw[name]
+            values[name] = value if type(value) in at_once else _typed(hint, value, where, name)
         elif required:
             raise BadRecord(f"{where}: the field {name!r} is missing")
     return cls(**values)

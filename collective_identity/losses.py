@@ -1,0 +1,126 @@
+"""What did a pass lose that does not say so? Look before, look after, and record each loss under its name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import store
+from .identity import Identity
+from .merge import UNKNOWN
+from .subgraphs import graph_modules
+from .transports import Launch, launches
+
+_Signature = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A collective as it was: its node, the name that had, what it launched and its valid identity, if any."""
+
+    node: fx.Node
+    name: str
+    signature: _Signature
+    identity: Identity | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An identity that a pass lost.
+
+    Attributes:
+        was: the start node's name before.
+        identity: what it carried.
+        node: the start node that has lost it; None when no collective of the kind is left.
+    """
+
+    was: str
+    identity: Identity
+    node: fx.Node | None
+
+
+def snapshot(gm: fx.GraphModule) -> tuple[Seen, ...]:
+    """Every collective of the graph and its sub-graphs with its identity. Reads only."""
+    return tuple(
+        Seen(node, node.name, _signature(launch), store.verdict_for(node, launch, store.raw_payloads(node)).identity)
+        for module in graph_modules(gm)
+        for node, launch in launches(module).items()
+    )
+
+
+def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str) -> tuple[Loss, ...]:
+    """Compare with what was there, and record on each collective left without its identity who lost it.
+
+    A collective is the same if its node is; else if its name and kind are; else by its place among those of its
+    kind, where their number has not changed (a retrace renames every node). Any other collective without an
+    identity stands for what has vanished of its kind, and carries no role either.
+
+    Args:
+        before: from `snapshot`, taken before the pass.
+        gm: the graph after it; may be another module.
+        pass_name: who answers for it.
+
+    Returns:
+        Every loss, in the order of ``before``.
+    """
+    after = snapshot(gm)
+    match = _matches(before, after)
+    losses: list[Loss] = []
+    vanished: dict[_Signature, list[Seen]] = defaultdict(list)
+    for seen in before:
+        found = match.get(seen.node)
+        if seen.identity is None:
+            continue
+        if found is None:
+            vanished[seen.signature].append(seen)
+        elif found.identity is None and store.dropped_of(found.node) is None:
+            losses.append(Loss(seen.name, seen.identity, found.node))
+    matched = {seen.node for seen in match.values()}
+    for new in after:
+        gone = vanished.get(new.signature)
+        if gone and new.node not in matched and new.identity is None and store.dropped_of(new.node) is None:
+            losses += [Loss(seen.name, _known(seen), new.node) for seen in gone]
+            del vanished[new.signature]
+    losses += [Loss(seen.name, _known(seen), None) for gone in vanished.values() for seen in gone]
+    for node in dict.fromkeys(loss.node for loss in losses if loss.node is not None):
+        if not store.has_payload(node):
+            roles = sorted({loss.identity.role for loss in losses if loss.node is node})
+            assert UNKNOWN.lost is not None
+            store.drop(node, UNKNOWN.lost, pass_name, f"{pass_name} lost {', '.join(roles)}")
+    order = {seen.name: place for place, seen in enumerate(before)}
+    return tuple(sorted(losses, key=lambda loss: order[loss.was]))
+
+
+def _known(seen: Seen) -> Identity:
+    assert seen.identity is not None, seen.name
+    return seen.identity
+
+
+def _signature(launch: Launch) -> _Signature:
+    return launch.transport, launch.group, launch.group_size, launch.reduce_op
+
+
+def _matches(before: Sequence[Seen], after: Sequence[Seen]) -> Mapping[fx.Node, Seen]:
+    by_node = {seen.node: seen for seen in after}
+    match = {seen.node: by_node[seen.node] for seen in before if seen.node in by_node}
+    taken = {seen.node for seen in match.values()}
+    by_name = {(seen.name, seen.signature): seen for seen in after if seen.node not in taken}
+    for seen in before:
+        if seen.node not in match and (seen.name, seen.signature) in by_name:
+            match[seen.node] = by_name.pop((seen.name, seen.signature))
+    left, free = _by_kind(before, match), _by_kind(by_name.values(), {})
+    for kind, olds in left.items():
+        if len(olds) == len(free[kind]):
+            match.update((old.node, new) for old, new in zip(olds, free[kind], strict=True))
+    return match
+
+
+def _by_kind(seen: Iterable[Seen], without: Mapping[fx.Node, Seen]) -> dict[_Signature, list[Seen]]:
+    kinds: dict[_Signature, list[Seen]] = defaultdict(list)
+    for one in seen:
+        if one.node not in without:
+            kinds[one.signature].append(one)
+    return kinds

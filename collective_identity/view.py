@@ -1,0 +1,153 @@
+"""Which part of a graph can decide about its collectives? The networkx view that structure is read from.
+
+Nodes are numbered in topological order, and every table is a list over these numbers: on a million nodes that is
+what keeps the cost linear, where dicts keyed by nodes miss the cache. A node with one input says nothing that the
+input does not say, so the networkx graph holds the *junctions* alone, sources and nodes with several inputs; every
+other node hangs below one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import networkx as nx
+from torch import fx
+
+from .transports import Launch, Transport, waits_of
+
+Rules = Literal["extended", "compatible"]
+RULES: Final[tuple[Rules, ...]] = ("extended", "compatible")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The cones of one graph that can decide about its collectives.
+
+    Attributes:
+        nodes: every node of the graph in topological order; a node's number is its place here.
+        number: node → its number.
+        inputs: by number, the numbers of its inputs.
+        sent: of a collective whose inputs are more than the tensors it sends, the numbers of those it sends.
+        cone: the numbers in the cones, ascending.
+        homes: by number, the junction that the node is or hangs below; -1 outside the cones.
+        dag: the junctions as a ``networkx.DiGraph`` of numbers, input → user.
+        junctions: its nodes, each after those above it.
+        starts: every collective of the graph, in graph order.
+        waits: of each reduce-scatter.
+    """
+
+    nodes: Sequence[fx.Node]
+    number: Mapping[fx.Node, int]
+    inputs: Sequence[tuple[int, ...]]
+    sent: Mapping[int, tuple[int, ...]]
+    cone: Sequence[int]
+    homes: Sequence[int]
+    dag: Any
+    junctions: Sequence[int]
+    starts: Mapping[fx.Node, Launch]
+    waits: Mapping[fx.Node, list[fx.Node]]
+
+    def of(self, transport: Transport) -> dict[fx.Node, Launch]:
+        """The collectives of one transport."""
+        return {node: launch for node, launch in self.starts.items() if launch.transport is transport}
+
+    def data(self, number: int) -> tuple[int, ...]:
+        """What flows into a node as data: of a collective the tensors sent, not its buffer, group or ordering."""
+        return self.sent.get(number, self.inputs[number])
+
+
+def is_source(node: fx.Node) -> bool:
+    """Whether data enters the graph here."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
+    """Collect the ancestors of all-gathers and the descendants of reduce-scatters, and what they lean on.
+
+    Linear in nodes and edges. At least one collective is expected.
+    """
+    nodes, number, inputs = _numbered(next(iter(starts)).graph)
+    waits = {n: waits_of(n) for n, launch in starts.items() if launch.transport is Transport.REDUCE_SCATTER}
+    wanted = bytearray(len(nodes))
+    for node, launch in starts.items():
+        if launch.transport is Transport.ALL_GATHER:
+            wanted[number[node]] = True
+    _add_ancestors(wanted, inputs)
+    if any(waits.values()):
+        below = bytearray(len(nodes))
+        for several in waits.values():
+            for wait in several:
+                below[number[wait]] = True
+        _add_descendants(below, inputs)
+        if rules == "extended":
+            # What a gradient meets later: is it state, or an activation?
+            leaned_on = bytearray(map(max, wanted, below))
+            _add_ancestors(leaned_on, inputs)
+            met = bytearray(flag and is_source(node) for flag, node in zip(leaned_on, nodes, strict=True))
+            _add_descendants(met, inputs)
+            below = bytearray(map(max, below, met))
+        wanted = bytearray(map(max, wanted, below))
+    cone = [i for i, flag in enumerate(wanted) if flag]
+    sent = {}
+    for node, launch in starts.items():
+        data = tuple([number[i] for i in launch.inputs])
+        if data != inputs[number[node]]:
+            sent[number[node]] = data
+    homes, dag = _junctions(cone, wanted, inputs)
+    return View(nodes, number, inputs, sent, cone, homes, dag, tuple(nx.topological_sort(dag)), starts, waits)
+
+
+def _numbered(graph: fx.Graph) -> tuple[Sequence[fx.Node], dict[fx.Node, int], list[tuple[int, ...]]]:
+    """The nodes in topological order, the number of each, and the numbers of its inputs."""
+    number: dict[fx.Node, int] = {}
+    inputs: list[tuple[int, ...]] = []
+    nodes: Sequence[fx.Node] = list(graph.nodes)
+    try:
+        for i, node in enumerate(nodes):
+            inputs.append(tuple(map(number.__getitem__, node.all_input_nodes)))
+            number[node] = i
+    except KeyError:  # amid a pass that has not sorted the graph yet
+        whole: Any = nx.DiGraph()
+        whole.add_nodes_from(nodes)
+        whole.add_edges_from((above, node) for node in nodes for above in node.all_input_nodes)
+        nodes = list(nx.topological_sort(whole))
+        number = {node: i for i, node in enumerate(nodes)}
+        inputs = [tuple([number[above] for above in node.all_input_nodes]) for node in nodes]
+    return nodes, number, inputs
+
+
+def _add_ancestors(flags: bytearray, inputs: Sequence[tuple[int, ...]]) -> None:
+    for i in range(len(flags) - 1, -1, -1):
+        if flags[i]:
+            for above in inputs[i]:
+                flags[above] = True
+
+
+def _add_descendants(flags: bytearray, inputs: Sequence[tuple[int, ...]]) -> None:
+    for i, above in enumerate(inputs):
+        if not flags[i]:
+            for one in above:
+                if flags[one]:
+                    flags[i] = True
+                    break
+
+
+def _junctions(cone: Sequence[int], wanted: bytearray, inputs: Sequence[tuple[int, ...]]) -> tuple[list[int], Any]:
+    """The junction of each node, and the graph of the junctions."""
+    homes = [-1] * len(inputs)
+    heads: list[int] = []
+    edges: list[tuple[int, int]] = []
+    for i in cone:
+        above = inputs[i]
+        if len(above) == 1 and wanted[above[0]]:
+            homes[i] = homes[above[0]]
+        else:
+            homes[i] = i
+            heads.append(i)
+            edges += [(homes[one], i) for one in above if wanted[one]]
+    dag: Any = nx.DiGraph()
+    dag.add_nodes_from(heads)
+    dag.add_edges_from(edges)
+    return homes, dag
