@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = {"train": "step time, tokens/s, peak memory and losses of each way to run FSDP2 (start with torchrun)"}
+NAMES = {
+    "train": "step time, tokens/s, peak memory and losses of each way to run FSDP2 (start with torchrun)",
+    "classify": "what each collective is: ours against torch's own, growth with the graph, networkx's share",
+    "identity": "what identities cost: compile time and metadata memory per collective",
+}
 
 
 def main() -> int:

@@ -1,0 +1,65 @@
+"""How a benchmark measures and prints: processor seconds of this process, JSON lines or text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def best_of(times: int, run: Callable[[], T]) -> tuple[float, T]:
+    """The least processor seconds of several runs, which other processes hardly change, and the last result."""
+    seconds, result = [], None
+    for _ in range(times):
+        start = time.process_time()
+        result = run()
+        seconds.append(time.process_time() - start)
+    return min(seconds), result  # type: ignore[return-value]
+
+
+class Stopwatch:
+    """Processor seconds spent inside some functions while it is attached to them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def attached(self, owner: Any, *names: str) -> Iterator[Stopwatch]:
+        """Time calls of ``owner.NAME``; results that are iterators are read to their end inside."""
+        originals = {name: getattr(owner, name) for name in names}
+        for name, original in originals.items():
+            setattr(owner, name, self._timed(original))
+        try:
+            yield self
+        finally:
+            for name, original in originals.items():
+                setattr(owner, name, original)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            result = original(*args, **kwargs)
+            if isinstance(result, Iterator):
+                result = list(result)
+            self.seconds += time.process_time() - start
+            return result
+
+        return timed
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", action="store_true", help="JSON lines; the last has `ratio` = torch's seconds / ours")
+    return made
+
+
+def show(row: dict[str, Any], *, as_json: bool) -> None:
+    """One line: a JSON object, or name=value pairs."""
+    shown = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
+    print(json.dumps(shown) if as_json else "  ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
