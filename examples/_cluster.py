@@ -63,6 +63,5 @@ def cluster(options: Options) -> Iterator[Cluster]:
         parts = data.size()
         part = data.get_local_rank() if options.tp else rank
         yield Cluster(rank, size, device, data, mesh["tp"] if options.tp else None, part, parts)
-        dist.barrier()  # gloo's threads let go of the last tensors now, not while the interpreter shuts down
     finally:
         dist.destroy_process_group()

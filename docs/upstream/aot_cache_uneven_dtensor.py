@@ -1,6 +1,7 @@
 """AOTAutogradCache keys a DTensor by its global size: with uneven shards a rank runs code made for another rank.
 
-    TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) torchrun --standalone --nproc-per-node 2 docs/upstream/aot_cache_uneven_dtensor.py
+    export TORCHINDUCTOR_CACHE_DIR=$(mktemp -d)
+    torchrun --standalone --nproc-per-node 2 docs/upstream/aot_cache_uneven_dtensor.py
 
 No part of this project is used. Rank 0 compiles first and fills the cache, then rank 1, which holds one row where
 rank 0 holds two. Expected: both print their own shape. Seen: see README.md beside this file.
@@ -31,6 +32,7 @@ for turn in range(2):
         except AssertionError as error:
             outcome = f"AssertionError: {str(error).splitlines()[0]}"
         hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
-        print(f"torch {torch.__version__}, rank {rank}: shard {tuple(weight.to_local().shape)}, cache hits {hits}, {outcome}")
+        shape = tuple(weight.to_local().shape)
+        print(f"torch {torch.__version__}, rank {rank}: shard {shape}, cache hits {hits}, {outcome}")
     dist.barrier()
 dist.destroy_process_group()
