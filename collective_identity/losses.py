@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -106,21 +106,18 @@ def _signature(launch: Launch) -> _Signature:
 def _matches(before: Sequence[Seen], after: Sequence[Seen]) -> Mapping[fx.Node, Seen]:
     by_node = {seen.node: seen for seen in after}
     match = {seen.node: by_node[seen.node] for seen in before if seen.node in by_node}
-    taken = {seen.node for seen in match.values()}
-    by_name = {(seen.name, seen.signature): seen for seen in after if seen.node not in taken}
-    for seen in before:
-        if seen.node not in match and (seen.name, seen.signature) in by_name:
-            match[seen.node] = by_name.pop((seen.name, seen.signature))
-    left, free = _by_kind(before, match), _by_kind(by_name.values(), {})
-    for kind, olds in left.items():
-        if len(olds) == len(free[kind]):
-            match.update((old.node, new) for old, new in zip(olds, free[kind], strict=True))
+    for alike in (lambda seen: (seen.name, seen.signature), lambda seen: seen.signature):
+        taken = {seen.node for seen in match.values()}
+        old = _grouped((seen for seen in before if seen.node not in match), alike)
+        new = _grouped((seen for seen in after if seen.node not in taken), alike)
+        for key, several in old.items():
+            if len(several) == len(new[key]):
+                match.update((was.node, now) for was, now in zip(several, new[key], strict=True))
     return match
 
 
-def _by_kind(seen: Iterable[Seen], without: Mapping[fx.Node, Seen]) -> dict[_Signature, list[Seen]]:
-    kinds: dict[_Signature, list[Seen]] = defaultdict(list)
+def _grouped(seen: Iterable[Seen], key: Callable[[Seen], object]) -> dict[object, list[Seen]]:
+    groups: dict[object, list[Seen]] = defaultdict(list)
     for one in seen:
-        if one.node not in without:
-            kinds[one.signature].append(one)
-    return kinds
+        groups[key(one)].append(one)
+    return groups

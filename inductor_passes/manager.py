@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import fx
 
 from collective_identity import collective_table
+from collective_identity.losses import record_losses, snapshot
 
 from .contract import GraphPass, LiteBehaviour, PassContext, PassOutcome
 
@@ -101,12 +102,15 @@ def role_counts(gm: fx.GraphModule) -> Mapping[str, int]:
 
 
 def run_user_passes(gm: fx.GraphModule, passes: Iterable[Callable[[fx.GraphModule], object]]) -> None:
-    """Run a user's own callables on the graph, and check what they left."""
+    """Run a user's own callables on the graph, check what they left, and record the identities they lost."""
     for one in passes:
         name = getattr(one, "__qualname__", type(one).__qualname__)
+        before = snapshot(gm)
         try:
             one(gm)
             gm.graph.lint()
         except Exception as error:
             raise PassError(f"{type(error).__name__}: {error} (in a pre_pass of the user, {name!r})") from error
         gm.recompile()
+        for loss in record_losses(before, gm, pass_name=name):
+            logger.debug("pre_pass %s lost %s of %s", name, loss.identity.role, loss.was)
