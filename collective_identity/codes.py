@@ -195,6 +195,7 @@ AGREEMENT_TIMEOUT: Final = Code(
     "agreement_timeout",
     "warning",
     "not every rank published its digest in time",
+    "look at the log of the ranks that are missing: one that failed while compiling publishes nothing; "
     "raise agreement_timeout if ranks compile at very different times",
 )
 EXPECTED_MISMATCH: Final = Code(
@@ -202,7 +203,7 @@ EXPECTED_MISMATCH: Final = Code(
     "expected_mismatch",
     "error",
     "the collectives captured are not the ones the model's parameter groups call for",
-    "look at the listed roles and parameter groups for what was lost or added",
+    "look at the listed roles and parameter groups for what was lost, and compile the whole model",
 )
 
 _TABLE: Final = (

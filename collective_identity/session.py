@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Literal, get_args
 
 from .ledger import Expectation, GraphKind, GraphLog, Ledger
+from .reporting.coverage import NOTHING_SEEN
 from .reporting.jsonl import read_run
 from .reporting.report import Report, build_report
 
@@ -71,7 +72,7 @@ class Session:
 
     def report(self) -> Report:
         """What this process has seen so far."""
-        return build_report((self.ledger.rank_log(),))
+        return build_report((self.ledger.rank_log(),), folder=False)
 
     def close(self) -> None:
         """Close the run file, say what went wrong; the records stay readable by `report`. Twice does no harm."""
@@ -85,8 +86,9 @@ class Session:
         report = self.report()
         counts = ", ".join(f"{count} {name}" for name, count in report.ranks[0].counts.items() if count)
         logger.info("end of session: %s; ranks %s", counts or "no collective seen", report.agreement)
-        for failure in report.failures:
-            logger.warning("end of session: %s", failure)
+        several = report.ranks[0].run is not None and report.ranks[0].run.ranks > 1
+        for text in (*report.failures, *(note for note in report.notes if note == NOTHING_SEEN and several)):
+            logger.warning("end of session: %s", text)
 
 
 class Handle:

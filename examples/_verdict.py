@@ -46,6 +46,13 @@ def judge(report: Report, options: Options, folder: Path) -> Outcome:
     data = report.to_dict()
     failures = list(report.failures)
     failures += [f"{data['counts'][kind]} collectives are {kind}" for kind in FAULTS if data["counts"][kind]]
+    expected, captured = data["collectives"]["expected"], data["collectives"]["captured"]
+    failures += [
+        f"{role}, {phase}: {captured[role][phase]} captured, {want} expected"
+        for role, phases in expected.items()
+        for phase, want in phases.items()
+        if None not in (want, captured[role][phase]) and captured[role][phase] != want
+    ]
     merges = options.bucketing and options.mode == "optimize"
     for row in data["coverage"]:
         want = row["buckets_expected"] if merges else row["captured"]

@@ -31,6 +31,10 @@ _GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 
 _PARAM_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("fsdp_pre_all_gather / fsdp_post_all_gather", compat.has_all_gather_extension),
+    (
+        "a gradient hook (Tensor.register_hook), which eager FSDP2 never calls and autograd would",
+        lambda p: bool(p.sharded_param._backward_hooks),
+    ),
     ("keep_unsharded_storage", lambda p: bool(getattr(p, "keep_unsharded_storage", False))),
     ("a sharded gradient dtype of its own", lambda p: bool(getattr(p, "_has_sharded_grad_dtype_override", False))),
 )

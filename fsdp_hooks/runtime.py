@@ -123,6 +123,14 @@ def _forward(base: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a try block would keep Dynamo from going on after a graph break
+            return run(self, *args, **kwargs)
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            self.__dict__[UNIT].full = None
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[UNIT]
         args, kwargs = unit.enter(args, kwargs)
         if FORWARD in self.__dict__:  # the user had replaced forward on this one instance

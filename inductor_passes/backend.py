@@ -43,6 +43,11 @@ NAME = "collective_identity"
 
 Rows = tuple[CollectiveRow, ...]
 
+_PACKAGES = tuple(
+    Path(__file__).parent.parent / name for name in ("collective_identity", "fsdp_hooks", "inductor_passes")
+)
+_RECOMPILE_TIMEOUT = 5.0  # seconds: a recompile (another batch size) is often one rank's alone
+
 
 def collective_identity(
     gm: fx.GraphModule,
@@ -81,10 +86,17 @@ class _Compile:
         self._observe = self._session.mode == "observe"
         self._name = str(CompileContext.current_compile_id() or "graph")
         self._tag = self._digest(ci.payload_digest(gm), *map(coverage.describe, inputs))
-        self._agreed = self._digest(ci.payload_digest(gm, logical_groups=True))
+        self._agreed = (
+            f"sources={upstream.source_hash(*_PACKAGES)[:12]} mode={self._session.mode} "
+            f"options={hashlib.sha256(self._options.fingerprint().encode()).hexdigest()[:12]} "
+            f"parameters={ci.payload_digest(gm, logical_groups=True)[:12]}"
+        )
         self._key = coverage.coverage_key(gm, inputs, self._tag)
         self._groups = ci.payload_groups(gm)
         self._recorded: coverage.Tables = coverage.load(self._key) or {}
+        self._timeout = self._session.agreement_timeout
+        if not self._name.endswith("/0"):
+            self._timeout = min(self._timeout, _RECOMPILE_TIMEOUT)
         self._graphs: dict[GraphKind, _Graph] = {}
         self._lock = threading.Lock()
         self._ran = False
@@ -92,11 +104,10 @@ class _Compile:
     def _digest(self, *captured: str) -> str:
         """Whatever can change the output and is in no key of torch's: sources, session mode, options, payloads.
 
-        A cache key keeps the names of process groups and holds this rank's shard sizes; ranks compare without.
+        A cache key keeps the names of process groups and holds this rank's shard sizes. Ranks compare ``_agreed``
+        instead: logical groups, no sizes, and in parts, so that an error says which part differs.
         """
-        root = Path(__file__).parent.parent
-        packages = [root / name for name in ("collective_identity", "fsdp_hooks", "inductor_passes")]
-        parts = (upstream.source_hash(*packages), self._session.mode, self._options.fingerprint(), *captured)
+        parts = (upstream.source_hash(*_PACKAGES), self._session.mode, self._options.fingerprint(), *captured)
         return "collective_identity:" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def run(self) -> Callable[..., Any]:
@@ -167,7 +178,7 @@ class _Compile:
         with self._lock:
             late = self._ran
         if late:  # a lazy backward: its first run is next
-            graph.agree(self._agreed)
+            self._agree(graph)
 
     def _from_cache(self, seconds: float) -> None:
         """AOTAutograd took the whole compile from its cache: none of our passes saw a graph."""
@@ -196,7 +207,12 @@ class _Compile:
                 return
             self._ran = True
         for graph in list(self._graphs.values()):
-            graph.agree(self._agreed)
+            self._agree(graph)
+
+    def _agree(self, graph: _Graph) -> None:
+        """Compare one graph with the other ranks; a compile that they did not come to is waited for only once."""
+        if graph.agree(self._agreed, self._timeout) == "timeout":
+            self._timeout = 0.0
 
 
 class _Graph:
@@ -258,6 +274,7 @@ class _Graph:
             self._log.event(LITE_SKIPPED, detail=f"lite mode: {lite.value}")
         self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
 
-    def agree(self, tag: str) -> None:
-        """Compare with the other ranks; raises on every rank when they differ."""
-        self._log.agree(self.after, tag=tag, cached=not self.rows_known, groups=self._groups)
+    def agree(self, tag: str, timeout: float) -> str:
+        """Compare with the other ranks, and return the verdict; raises on every rank when they differ."""
+        cached = not self.rows_known
+        return self._log.agree(self.after, tag=tag, cached=cached, groups=self._groups, timeout=timeout).status

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from collective_identity import Identity, classify, normalize
+from collective_identity import Identity, Source, classify, normalize
 
 from .bucketing import apply_plan, plan_buckets
 from .contract import LiteBehaviour, PassContext, PassContract, PassOutcome
@@ -36,9 +36,16 @@ class Bucket:
     )
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
-        """Plan, then emit; the plan goes into the report."""
+        """Plan, then emit; the plan goes into the report.
+
+        Only what a producer named: a collective that merely looks like FSDP's, a loss all-reduce on the same group,
+        is never merged with FSDP's.
+        """
         options = context.options
-        identities: Mapping[fx.Node, Identity | None] = classify(gm)
+        identities: Mapping[fx.Node, Identity | None] = {
+            node: identity if identity is not None and identity.source is Source.EXPLICIT else None
+            for node, identity in classify(gm).items()
+        }
         plan = plan_buckets(
             gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, identities=identities
         )

@@ -11,6 +11,11 @@ from .. import codes
 from .records import ExpectedRecord
 from .steps import PHASES, Cell, Step, Tally, merged, tally
 
+NOTHING_SEEN = (
+    "no graph holds an FSDP collective and no producer declared any: for a model with fully_shard, call "
+    "fsdp_hooks.install(model) before torch.compile"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CoverageRow:
@@ -79,6 +84,8 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
         rows = _rows([(None, *shown[-1])]) if shown else ()
         if holding:
             notes.append("no producer declared what to expect: nothing to compare with")
+        elif counted:
+            notes.append(NOTHING_SEEN)
         return Coverage(rows, (), tuple(notes), shown[-1][1].other if shown else {}, len(steps))
 
     taken: dict[int, list[tuple[list[str], Step, Tally]]] = {}
@@ -87,7 +94,11 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
         uses = {i: len(taken.get(i, ())) for i in range(len(wants))}
         best = min(range(len(wants)), key=lambda i: (len(_differences(wants[i], step, t)), uses[i]))
         taken.setdefault(best, []).append((_differences(wants[best], step, t), step, t))
-    failures = [text for found in taken.values() for texts, _, _ in found for text in texts]
+    failures = []
+    for i, found in taken.items():
+        for _, step, t in found:
+            failures += _differences(wants[i], step, t, short=True)
+            notes += _beyond(wants[i], step, t)
     matched = {model for i in taken for model in wants[i].models}
     shown_pairs = []
     for i, found in taken.items():
@@ -159,8 +170,26 @@ def _split_over_graphs(
     return whole, counts
 
 
-def _differences(want: _Want, step: Step, t: Tally) -> list[str]:
-    """One text for each (role, phase) that the step tells about and that is not as declared, all explicit."""
+def _beyond(want: _Want, step: Step, t: Tally) -> list[str]:
+    """One text for each (role, phase) of which the step holds all that was declared, and more."""
+    return [
+        f"step {step.name} ({step.kind}), {role}, {phase}: {t.captured[role, phase]} captured, "
+        f"{t.explicit[role, phase]} of them explicit, where one pass through every module calls for {expected}: a "
+        "module that runs several times, or another collective that looks the same"
+        for role, phase in sorted({*want.count, *t.captured})
+        if phase in step.phases
+        and (expected := want.count.get((role, phase), 0)) is not None
+        and t.explicit[role, phase] >= expected
+        and (expected > 0 or not t.explicit[role, phase])
+        and t.captured[role, phase] > expected
+    ]
+
+
+def _differences(want: _Want, step: Step, t: Tally, *, short: bool = False) -> list[str]:
+    """One text for each (role, phase) that the step tells about and that is not as declared, all explicit.
+
+    With ``short`` only where fewer are explicit than declared: more is a module that runs several times.
+    """
     texts = []
     for cell in sorted({*want.count, *t.captured}):
         role, phase = cell
@@ -169,6 +198,8 @@ def _differences(want: _Want, step: Step, t: Tally) -> list[str]:
             continue
         captured, explicit = t.captured[cell], t.explicit[cell]
         if captured == expected == explicit:
+            continue
+        if short and explicit >= expected and (expected > 0 or not explicit):
             continue
         found = [f"{captured} captured"]
         for n, what in (
@@ -184,6 +215,7 @@ def _differences(want: _Want, step: Step, t: Tally) -> list[str]:
             f"{codes.EXPECTED_MISMATCH.id} {codes.EXPECTED_MISMATCH.slug}: step {step.name} ({step.kind}), "
             f"{role}, {phase}: expected {expected} explicit, found {', '.join(found)}"
             + (f"; {where}" if where else "")
+            + "; a parameter that this forward never reads, or that was frozen after install, counts as well"
         )
     return texts
 

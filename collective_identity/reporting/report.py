@@ -174,9 +174,9 @@ class Report:
         return f"rank {rank.rank}: " if len(self.ranks) > 1 else ""
 
 
-def build_report(logs: Sequence[RankLog]) -> Report:
-    """The report of one or more ranks' records. Ranks left over from an earlier start are left out, and
-    said."""
+def build_report(logs: Sequence[RankLog], *, folder: bool = True) -> Report:
+    """The report of one or more ranks' records. Ranks left over from an earlier start are left out, and said;
+    in a run `folder` every rank is expected to have left a file."""
     ordered = sorted(logs, key=lambda log: log.rank)
     newest = max((_run(log) for log in ordered), key=lambda run: run.started if run else 0.0, default=None)
     kept: list[int] = []
@@ -186,13 +186,10 @@ def build_report(logs: Sequence[RankLog]) -> Report:
         same = newest is None or run is None or (run.run_id, run.restart) == (newest.run_id, newest.restart)
         (kept if same and (newest is None or log.rank < newest.ranks) else stale).append(log.rank)
     ranks = [_rank_report(log) for log in ordered if log.rank in kept]
-    if stale or (newest is not None and len(kept) > 1 and len(kept) < newest.ranks):
-        missing = sorted(set(range(newest.ranks if newest else 0)) - set(kept))
-        note = (
-            f"ranks {stale} are of an earlier start and left out"
-            if stale
-            else f"ranks {missing} left no file"
-        )
+    missing = sorted(set(range(newest.ranks if newest else 0)) - set(kept)) if folder else []
+    if stale or missing:
+        notes = [f"ranks {stale} are of an earlier start and left out"] if stale else []
+        failures = [f"ranks {missing} of {newest.ranks} left no readable file"] if missing and newest else []
         first = ranks[0]
         ranks[0] = RankReport(
             first.rank,
@@ -200,8 +197,8 @@ def build_report(logs: Sequence[RankLog]) -> Report:
             first.graphs,
             first.coverage,
             first.warnings,
-            first.failures,
-            (*first.notes, note),
+            (*first.failures, *failures),
+            (*first.notes, *notes),
             first.agreement,
         )
     return Report(tuple(ranks))
@@ -221,7 +218,7 @@ def _rank_report(log: RankLog) -> RankReport:
     for graph in graphs:
         where = f"{graph.phase} graph {graph.name}"
         if graph.state == "unfinished":
-            notes.append(f"{where}: its compile did not end")
+            failures.append(f"{where}: its compile did not end, or its record was cut off")
         elif graph.finish is not None and graph.finish.error is not None:
             failures.append(f"{where}: the compile failed: {graph.finish.error}")
         elif graph.cached:

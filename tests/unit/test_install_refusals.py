@@ -53,6 +53,12 @@ def own_gather() -> Model:
     return model
 
 
+def hooked() -> Model:
+    model = sharded()
+    model.blocks[0][0].weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
 def spmd() -> Model:
     from torch.distributed.fsdp import DataParallelMeshDims
 
@@ -133,6 +139,11 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     ("reshard_after_forward=<int>", lambda: sharded(reshard_after_forward=2), WAY_OUT),
     ("replicate() (a mesh without a shard dimension)", replicated, WAY_OUT),
     (f"fsdp_pre_all_gather / fsdp_post_all_gather {WEIGHT}", own_gather, WAY_OUT),
+    (
+        f"a gradient hook (Tensor.register_hook), which eager FSDP2 never calls and autograd would {WEIGHT}",
+        hooked,
+        WAY_OUT,
+    ),
     ("a parameter on the meta device ('blocks.0.0.weight')", lambda: sharded(device="meta"), MATERIALISE),
     ("register_fsdp_forward_method(module, 'extra_repr')", other_forward, WAY_OUT),
     ("fully_shard([a, b, ...]) over several modules", grouped, ONE_BY_ONE),

@@ -226,9 +226,7 @@ def regional(w: torch.Tensor) -> torch.Tensor:
     return region(w).sum() + region(w * 2).sum()
 
 
-@pytest.mark.parametrize(
-    ("step", "collectives"), [(checkpointed, 1), (conditional, 2), (repeated, 1), (regional, 1)]
-)
+@pytest.mark.parametrize(("step", "collectives"), [(checkpointed, 1), (conditional, 2), (repeated, 1), (regional, 1)])
 def test_the_sub_graphs_that_dynamo_makes(step: Callable[..., Any], collectives: int, fake_world: int) -> None:
     captured: list[fx.GraphModule] = []
 
