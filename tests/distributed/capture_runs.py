@@ -22,7 +22,7 @@ import collective_identity as ci
 import fsdp_hooks
 import inductor_passes  # noqa: F401  (makes the backend known)
 from tests.distributed import capture_cases
-from tests.distributed.capture_cases import CLASSES, Case
+from tests.distributed.capture_cases import CLASSES, Case, Model
 
 
 def train(model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], case: Case, rank: int) -> list[float]:
@@ -284,3 +284,17 @@ def disagree(rank: int, ranks: int) -> dict[str, Any]:
         except Exception as error:
             return {"raised": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start}
     return {"raised": "", "seconds": time.monotonic() - start}
+
+
+def one_rank_recompiles(rank: int, ranks: int) -> dict[str, Any]:
+    """From the second step on, every batch of rank 1 has another size, so it compiles again and rank 0 does not."""
+    start = time.monotonic()
+    with ci.enable(agreement_timeout=60):
+        model = fsdp_hooks.install(prepared(Case(build=lambda: Model(blocks=1))))
+        call = torch.compile(
+            model, backend="collective_identity", fullgraph=True, dynamic=False, options={"inner": "aot_eager"}
+        )
+        for size in (4, 3 if rank == 1 else 4):
+            call(torch.zeros(size, 5, dtype=torch.long)).sum().backward()
+        statuses = [graph["agreement"] for graph in ci.report().to_dict()["graphs"] if graph["phase"] != "joint"]
+    return {"seconds": time.monotonic() - start, "statuses": statuses}

@@ -124,3 +124,11 @@ def test_ranks_that_compile_different_things_stop_and_say_why() -> None:
         assert facts["raised"].startswith("RanksDisagree"), facts
         assert f"on rank {rank}" in facts["raised"] and f"on rank {1 - rank}" in facts["raised"]
         assert facts["seconds"] < 60
+
+
+def test_a_recompile_of_one_rank_alone_is_waited_for_once_and_briefly() -> None:
+    """Not the whole `agreement_timeout`, and not again for the backward of the same compile."""
+    zero, one = launch(capture_runs.one_rank_recompiles, 2, timeout=150)
+    assert zero["statuses"] == ["agreed", "agreed"]
+    assert one["statuses"] == ["agreed", "agreed", "timeout", "off"]
+    assert one["seconds"] < 55
