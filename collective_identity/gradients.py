@@ -17,7 +17,7 @@ from torch import fx
 from . import compat
 from .sources import is_scalar, value_of
 from .transports import Launch, Transport, is_wait
-from .view import View, is_source
+from .view import SOURCES, View
 
 _VIEWS: Final = frozenset(
     "view _unsafe_view reshape expand unsqueeze squeeze permute transpose t alias detach clone contiguous "
@@ -70,17 +70,18 @@ class _Flow:
         self._sort_out()
 
     def _look_at(self, number: int) -> None:
-        node = self._view.nodes[number]
-        if node.op != "call_function":
-            self.leaves[number] = node.op == "output"
-            self.update[number] = node.op == "output" or is_source(node)
+        op = self._view.ops[number]
+        if op != "call_function":
+            self.leaves[number] = op == "output"
+            self.update[number] = op == "output" or op in SOURCES
             return
-        launch = self._view.starts.get(node)
+        launch = self._view.launches.get(number)
         if launch is not None:
             self.leaves[number] = launch.transport is Transport.ALL_GATHER
             self.update[number] = launch.transport in (Transport.ALL_REDUCE, Transport.REDUCE_SCATTER)
             self.gradient[number] = launch.transport is Transport.REDUCE_SCATTER
             return
+        node = self._view.nodes[number]
         kind = self._kind(node)[0]
         self.update[number] = (
             kind == "passes" or (kind == "to_one_element" and is_scalar(node)) or (kind == "asks" and is_wait(node))
@@ -88,7 +89,7 @@ class _Flow:
 
     def _sort_out(self) -> None:
         """Tell nodes that hold gradients, alone or with state, from those that hold any activation."""
-        nodes, inputs = self._view.nodes, self._view.inputs
+        nodes, ops, inputs = self._view.nodes, self._view.ops, self._view.inputs
         computed_with = bytearray(len(nodes))  # its value reaches a contraction, a norm, or something unknown
         for i in reversed(self._view.cone):
             if not self.update[i]:
@@ -97,13 +98,12 @@ class _Flow:
                 for above in inputs[i]:
                     computed_with[above] = True
         for i in self._view.cone:
-            node = nodes[i]
             if self.gradient[i]:
                 continue
-            if is_source(node):
-                self.activation[i] = computed_with[i] and not is_scalar(node)
+            if ops[i] in SOURCES:
+                self.activation[i] = computed_with[i] and not is_scalar(nodes[i])
             elif not self.update[i] or _any(self.activation, inputs[i]):
-                self.activation[i] = not is_scalar(node)
+                self.activation[i] = not is_scalar(nodes[i])
             elif _any(self.gradient, inputs[i]):
                 self.gradient[i] = True
 

@@ -17,7 +17,7 @@ from torch import fx
 from . import compat
 from .subgraphs import named, submodule_of
 from .transports import Launch, is_wait
-from .view import View, is_source
+from .view import SOURCES, View
 
 Kind = Literal["input", "scale", "attribute"]
 _Set = frozenset[fx.Node] | None  # None: more sources than told apart
@@ -63,8 +63,8 @@ def _sources(view: View) -> dict[int, _Sources]:
     """What the data of each junction comes from; whatever hangs below it has the same."""
     table: dict[int, _Sources] = {}
     for junction in view.junctions:
-        node = view.nodes[junction]
-        if is_source(node):
+        if view.ops[junction] in SOURCES:
+            node = view.nodes[junction]
             own = frozenset((node,))
             kind = _kind(node)
             table[junction] = _NO_SOURCE if kind is None else tuple([own if k == kind else _NONE for k in _KINDS])
@@ -85,7 +85,7 @@ def _quantised(view: View) -> set[fx.Node]:
     found = bytearray(len(view.nodes))
     for i in view.cone:
         node = view.nodes[i]
-        found[i] = is_source(node) or (_is_quantising(node) and all(found[above] for above in view.data(i)))
+        found[i] = view.ops[i] in SOURCES or (_is_quantising(node) and all(found[above] for above in view.data(i)))
     return {view.nodes[i] for i in view.cone if found[i]}
 
 
@@ -209,7 +209,7 @@ class _Pairs:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    return _kind(node) not in ("input", "attribute") if is_source(node) else not node.all_input_nodes
+    return _kind(node) not in ("input", "attribute") if node.op in SOURCES else not node.all_input_nodes
 
 
 def _elements(node: fx.Node) -> int:

@@ -100,7 +100,7 @@ def _one_placeholder(view: View) -> set[fx.Node]:
     none, many = -1, -2
     source: dict[int, int] = {}
     for junction in view.junctions:
-        if view.nodes[junction].op == "placeholder":
+        if view.ops[junction] == "placeholder":
             source[junction] = junction
             continue
         found = {source.get(view.homes[above], none) for above in view.inputs[junction]}
@@ -112,7 +112,7 @@ def _one_placeholder(view: View) -> set[fx.Node]:
 def _single_chain(view: View) -> set[fx.Node]:
     """All-gathers from which single inputs lead to a placeholder."""
     gathers = view.of(Transport.ALL_GATHER)
-    return {n for n in gathers if view.nodes[view.homes[view.number[n]]].op == "placeholder"}
+    return {n for n in gathers if view.ops[view.homes[view.number[n]]] == "placeholder"}
 
 
 def _is_cast_placeholder(start: fx.Node) -> bool:
@@ -147,7 +147,7 @@ def _unary_to_output(view: View) -> set[fx.Node]:
     joined = bytearray(len(view.nodes))
     for i in reversed(view.cone):
         above = view.inputs[i]
-        if (joined[i] or len(above) != 1) and view.nodes[i].op != "output":
+        if (joined[i] or len(above) != 1) and view.ops[i] != "output":
             for one in above:
                 joined[one] = True
     return {wait for several in view.waits.values() for wait in several if not joined[view.number[wait]]}

@@ -48,7 +48,7 @@ def rewritten(page: str) -> str:
     Raises:
         KeyError: a mark names no table of `TABLES`.
     """
-    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]}{found[3]}", page)
+    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -28,6 +28,7 @@ class View:
     Attributes:
         nodes: every node of the graph in topological order; a node's number is its place here.
         number: node → its number.
+        ops: by number, `fx.Node.op`; asking the node itself means another miss of the processor's cache.
         inputs: by number, the numbers of its inputs.
         sent: of a collective whose inputs are more than the tensors it sends, the numbers of those it sends.
         cone: the numbers in the cones, ascending.
@@ -35,11 +36,13 @@ class View:
         dag: the junctions as a ``networkx.DiGraph`` of numbers, input → user.
         junctions: its nodes, each after those above it.
         starts: every collective of the graph, in graph order.
+        launches: the same by number.
         waits: of each reduce-scatter.
     """
 
     nodes: Sequence[fx.Node]
     number: Mapping[fx.Node, int]
+    ops: Sequence[str]
     inputs: Sequence[tuple[int, ...]]
     sent: Mapping[int, tuple[int, ...]]
     cone: Sequence[int]
@@ -47,6 +50,7 @@ class View:
     dag: Any
     junctions: Sequence[int]
     starts: Mapping[fx.Node, Launch]
+    launches: Mapping[int, Launch]
     waits: Mapping[fx.Node, list[fx.Node]]
 
     def of(self, transport: Transport) -> dict[fx.Node, Launch]:
@@ -58,9 +62,8 @@ class View:
         return self.sent.get(number, self.inputs[number])
 
 
-def is_source(node: fx.Node) -> bool:
-    """Whether data enters the graph here."""
-    return node.op in ("placeholder", "get_attr")
+SOURCES: Final = ("placeholder", "get_attr")
+"""The ops of nodes where data enters the graph."""
 
 
 def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
@@ -69,6 +72,7 @@ def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
     Linear in nodes and edges. At least one collective is expected.
     """
     nodes, number, inputs = _numbered(next(iter(starts)).graph)
+    ops = [node.op for node in nodes]
     waits = {n: waits_of(n) for n, launch in starts.items() if launch.transport is Transport.REDUCE_SCATTER}
     wanted = bytearray(len(nodes))
     for node, launch in starts.items():
@@ -85,18 +89,32 @@ def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
             # What a gradient meets later: is it state, or an activation?
             leaned_on = bytearray(map(max, wanted, below))
             _add_ancestors(leaned_on, inputs)
-            met = bytearray(flag and is_source(node) for flag, node in zip(leaned_on, nodes, strict=True))
+            met = bytearray([flag and op in SOURCES for flag, op in zip(leaned_on, ops, strict=True)])
             _add_descendants(met, inputs)
             below = bytearray(map(max, below, met))
         wanted = bytearray(map(max, wanted, below))
     cone = [i for i, flag in enumerate(wanted) if flag]
+    launches = {number[node]: launch for node, launch in starts.items()}
     sent = {}
-    for node, launch in starts.items():
-        data = tuple([number[i] for i in launch.inputs])
-        if data != inputs[number[node]]:
-            sent[number[node]] = data
+    for i, launch in launches.items():
+        data = tuple([number[one] for one in launch.inputs])
+        if data != inputs[i]:
+            sent[i] = data
     homes, dag = _junctions(cone, wanted, inputs)
-    return View(nodes, number, inputs, sent, cone, homes, dag, tuple(nx.topological_sort(dag)), starts, waits)
+    return View(
+        nodes=nodes,
+        number=number,
+        ops=ops,
+        inputs=inputs,
+        sent=sent,
+        cone=cone,
+        homes=homes,
+        dag=dag,
+        junctions=tuple(nx.topological_sort(dag)),
+        starts=starts,
+        launches=launches,
+        waits=waits,
+    )
 
 
 def _numbered(graph: fx.Graph) -> tuple[Sequence[fx.Node], dict[fx.Node, int], list[tuple[int, ...]]]:

@@ -63,5 +63,6 @@ def cluster(options: Options) -> Iterator[Cluster]:
         parts = data.size()
         part = data.get_local_rank() if options.tp else rank
         yield Cluster(rank, size, device, data, mesh["tp"] if options.tp else None, part, parts)
+        dist.barrier()  # leave together: torchrun stops every rank as soon as one has left with a failure
     finally:
         dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from collective_identity import (
     GRAD_REPLICATE_REDUCE,
     PARAM_UNSHARD,
     Source,
-    Transport,
     classify,
     classify_report,
     launch_of,
@@ -26,7 +24,6 @@ from collective_identity import (
     start_nodes,
 )
 from collective_identity.compat import torch_version
-from collective_identity.transports import waits_of
 from tests.graphs import Builder, Collective, aten, counting_edges, identity
 
 C = torch.ops._c10d_functional
@@ -40,103 +37,7 @@ def _roles(gm: fx.GraphModule, rules: Any = "extended") -> list[str | None]:
     return [None if i is None else i.role for i in found.values()]
 
 
-# --- compatible: the installed torch, exactly ------------------------------------------------------------
-
-
-def _upstream(gm: fx.GraphModule) -> dict[fx.Node, bool]:
-    """The installed torch's own verdict on every collective."""
-    from torch._inductor.fx_passes import fsdp
-
-    groups = fsdp.identify_fsdp_groups(gm)[0] if hasattr(fsdp, "identify_fsdp_groups") else ()
-    verdict = {}
-    for node in start_nodes(gm):
-        launch = launch_of(node)
-        assert launch is not None
-        waits = waits_of(node)
-        if launch.transport is Transport.ALL_GATHER and launch.form in ("default", "out"):
-            if hasattr(fsdp, "is_fsdp_all_gather"):
-                verdict[node] = fsdp.is_fsdp_all_gather(node)
-            else:
-                verdict[node] = fsdp.is_fsdp_all_gather_wait(waits[0])
-        elif launch.transport is Transport.REDUCE_SCATTER and launch.form == "default":
-            verdict[node] = bool(waits) and all(fsdp.is_fsdp_reduce_scatter_wait(w) for w in waits)
-        else:
-            verdict[node] = launch.transport is Transport.ALL_REDUCE and launch.group in groups
-    return verdict
-
-
-def _random_graph(seed: int) -> fx.GraphModule:
-    """Placeholders, chains, joins and every kind of collective in any order, with fake shapes that never matter."""
-    rng = random.Random(seed)
-    b = Builder()
-    nodes = [b.placeholder(f"p{i}") for i in range(rng.randint(1, 4))]
-    b.root.held = torch.nn.Parameter(torch.zeros(4, 8))
-    held = b.graph.get_attr("held")
-    held.meta["val"] = nodes[0].meta["val"]
-    nodes.append(held)
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = b.graph.call_function(target, args, kwargs)
-        node.meta["val"] = nodes[0].meta["val"]
-        nodes.append(node)
-        return node
-
-    def launch(target: Any, *args: Any, **kwargs: Any) -> None:
-        start = add(target, *args, **kwargs)
-        nodes.pop()
-        for _ in range(rng.choice([1, 1, 1, 2])):
-            add(C.wait_tensor.default, start)
-
-    for _ in range(rng.randint(4, 30)):
-        x, y = rng.choice(nodes), rng.choice(nodes)
-        group = rng.choice(["g0", "g1"])
-        match rng.randint(0, 10):
-            case 0 | 1:
-                add(torch.ops.prims.convert_element_type.default, x, torch.bfloat16)
-            case 2:
-                add(aten.view.default, x, [8, 4])
-            case 3:
-                add(aten.add.Tensor, x, y)
-            case 4:
-                add(aten.cat.default, [x, y, x])
-            case 5:
-                add(aten.full.default, [4, 8], 0.0)
-            case 6 | 7:
-                launch(C.all_gather_into_tensor.default, x, 2, group)
-            case 8:
-                launch(C.all_gather_into_tensor_out.default, x, 2, group, out=y)
-            case 9:
-                launch(C.reduce_scatter_tensor.default, x, "avg", 2, group)
-            case 10:
-                launch(C.all_reduce.default, x, "sum", group)
-    b.graph.output(tuple(rng.sample(nodes, rng.randint(1, min(6, len(nodes))))))
-    gm = fx.GraphModule(b.root, b.graph)
-    gm.graph.lint()
-    return gm
-
-
-def test_compatible_is_the_installed_torchs_verdict() -> None:
-    seen: dict[tuple[str, bool], int] = {}
-    for seed in range(400):
-        gm = _random_graph(seed)
-        expected = _upstream(gm)
-        found = classify(gm, rules="compatible")
-        assert {n: i is not None for n, i in found.items()} == expected, f"seed {seed}"
-        for node, fsdp in expected.items():
-            launch = launch_of(node)
-            assert launch is not None
-            seen[launch.transport.value, fsdp] = seen.get((launch.transport.value, fsdp), 0) + 1
-    kinds = [("all_gather", True), ("all_gather", False), ("reduce_scatter", True), ("reduce_scatter", False)]
-    kinds += [("all_reduce", True)] if torch_version() >= (2, 13) else []
-    assert all(seen.get(k, 0) >= 10 for k in kinds), seen
-
-
-def test_extended_takes_nothing_away() -> None:
-    for seed in range(200):
-        gm = _random_graph(seed)
-        wide, narrow = classify(gm), classify(gm, rules="compatible")
-        lost = [n for n, i in narrow.items() if i is not None and wide[n] is None]
-        assert not lost, f"seed {seed}"
+# --- compatible: the installed torch, exactly (and tests/random_graphs.py) ---------------------------------
 
 
 def test_forms_torch_does_not_recognise_are_not_fsdp_in_compatible() -> None:

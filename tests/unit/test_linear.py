@@ -1,0 +1,167 @@
+"""Ten times the nodes take about ten times the seconds, whatever the shape: a quadratic rule would take a hundred.
+
+Processor seconds, the best of several runs; ``python -m benchmarks classify`` goes up to a million nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from collective_identity import PARAM_UNSHARD, classify_report, normalize, stamp, start_nodes
+from tests.graphs import annotate, aten, identity, payload
+
+C = torch.ops._c10d_functional
+CAST = torch.ops.prims.convert_element_type.default
+SMALL, LARGE, AT_MOST = 250, 2500, 25
+
+
+class Nodes:
+    """Calls without computing their values: every node has the same one."""
+
+    def __init__(self) -> None:
+        with FakeTensorMode():
+            self.value = torch.empty(4, 8)
+        self.graph = fx.Graph()
+
+    def placeholder(self, name: str) -> fx.Node:
+        return self.noted(self.graph.placeholder(name))
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        return self.noted(self.graph.call_function(target, args))
+
+    def gathered(self, node: fx.Node) -> fx.Node:
+        return self.call(C.wait_tensor.default, self.call(C.all_gather_into_tensor.default, node, 2, "dp"))
+
+    def scattered(self, node: fx.Node) -> fx.Node:
+        start = self.call(C.reduce_scatter_tensor.default, node, "avg", 2, "dp")
+        return self.call(C.wait_tensor.default, start)
+
+    def noted(self, node: fx.Node) -> fx.Node:
+        node.meta["val"] = self.value
+        return node
+
+
+def chain(g: Nodes, size: int) -> list[fx.Node]:
+    """Each gather below all that came before."""
+    value, out = g.placeholder("w"), []
+    for _ in range(size):
+        value = g.call(aten.relu.default, value)
+        out.append(g.gathered(value))
+    return out
+
+
+def joins(g: Nodes, size: int) -> list[fx.Node]:
+    """Two inputs that meet again and again."""
+    value, other, out = g.placeholder("w"), g.placeholder("x"), []
+    for _ in range(size):
+        value = g.call(aten.add.Tensor, value, other)
+        out.append(g.gathered(value))
+    return out
+
+
+def accumulated(g: Nodes, size: int) -> list[fx.Node]:
+    """Every gradient into one sum."""
+    total = g.placeholder("total")
+    for i in range(size):
+        total = g.call(aten.add.Tensor, total, g.scattered(g.placeholder(f"g{i}")))
+    return [total]
+
+
+def clipped(g: Nodes, size: int) -> list[fx.Node]:
+    """Every gradient into one operator of all, and on."""
+    waits = [g.scattered(g.placeholder(f"g{i}")) for i in range(size)]
+    norm = g.call(aten.relu.default, g.call(aten.cat.default, waits))
+    return [g.call(aten.mul.Tensor, wait, norm) for wait in waits]
+
+
+def scaled(g: Nodes, size: int) -> list[fx.Node]:
+    """One parameter and one block scale, gathered again and again on the way of both."""
+    with FakeTensorMode():
+        wide, narrow = torch.empty(4, 8, dtype=torch.uint8), torch.empty(4, 1)
+    param, scale, out = g.placeholder("w"), g.placeholder("s"), []
+    value = param
+    for _ in range(size):
+        value = g.call(aten.mul.Tensor, value, g.call(aten.expand.default, scale, [4, 8]))
+        out.append(g.gathered(value))
+    for node in g.graph.nodes:
+        node.meta["val"] = wide
+    scale.meta["val"] = narrow
+    return out
+
+
+def alternating(g: Nodes, size: int) -> list[fx.Node]:
+    """Gathers and reduce-scatters in one line, each below all before, with a join in between."""
+    value, other = g.placeholder("w"), g.placeholder("x")
+    for _ in range(size):
+        value = g.call(aten.add.Tensor, g.scattered(g.gathered(g.call(CAST, value, torch.float32))), other)
+    return [value]
+
+
+def coalesced(g: Nodes, size: int) -> list[fx.Node]:
+    """All parameters in one gather."""
+    start = g.call(C.all_gather_into_tensor_coalesced.default, [g.placeholder(f"w{i}") for i in range(size)], 2, "dp")
+    return [g.call(C.wait_tensor.default, g.call(__import__("operator").getitem, start, i)) for i in range(size)]
+
+
+SHAPES = (chain, joins, accumulated, clipped, scaled, alternating, coalesced)
+
+
+def built(shape: Callable[[Nodes, int], list[fx.Node]], size: int) -> fx.GraphModule:
+    g = Nodes()
+    g.graph.output(tuple(shape(g, size)))
+    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    gm._graph = g.graph
+    g.graph.owning_module = gm
+    return gm
+
+
+def growth(shape: Callable[[Nodes, int], list[fx.Node]], run: Callable[[fx.GraphModule], Any]) -> float:
+    def seconds(size: int) -> float:
+        gm = built(shape, size)
+        found = []
+        for _ in range(4):
+            start = time.process_time()
+            run(gm)
+            found.append(time.process_time() - start)
+        return min(found)
+
+    return seconds(LARGE) / seconds(SMALL)
+
+
+@pytest.mark.parametrize("rules", ["extended", "compatible"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
+def test_structure(shape: Callable[..., Any], rules: Any) -> None:
+    assert growth(shape, lambda gm: classify_report(gm, rules=rules)) < AT_MOST
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
+def test_strays(shape: Callable[..., Any]) -> None:
+    """A payload on every node but the collectives', as annotated regions leave it."""
+
+    def annotated(g: Nodes, size: int) -> list[fx.Node]:
+        out = shape(g, size)
+        for node in g.graph.nodes:
+            annotate(node, payload(PARAM_UNSHARD))
+        return out
+
+    assert growth(annotated, classify_report) < AT_MOST
+
+
+def test_explicit() -> None:
+    def stamped(g: Nodes, size: int) -> list[fx.Node]:
+        out = chain(g, size)
+        for node in g.graph.nodes:
+            if node.target is C.all_gather_into_tensor.default:
+                stamp(node, identity(PARAM_UNSHARD))
+        return out
+
+    assert growth(stamped, lambda gm: (normalize(gm), classify_report(gm))) < AT_MOST
+    gm = built(stamped, SMALL)
+    assert len(start_nodes(gm)) == SMALL and not classify_report(gm).structure_built
