@@ -67,7 +67,7 @@ def step(variant: str) -> dict[str, Any]:
 
 def test_the_same_program_hits_and_any_change_misses(tmp_path: Path) -> None:
     first, second = (
-        launch(program, 2, str(tmp_path), variants, env=CACHES_ON, timeout=280)
+        launch(program, 2, str(tmp_path), variants, env=CACHES_ON, timeout=400)
         for variants in (("same",), ("same", *CHANGED))
     )
     for cold, warm in zip(first, second, strict=True):
