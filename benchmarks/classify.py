@@ -1,7 +1,7 @@
 """Classification: ours against torch's own, the cost of an all-explicit graph, growth with size, networkx's share.
 
 ``python -m benchmarks classify [--json] [--deep C] [--nodes N]``. Processor seconds; a million nodes take three
-minutes, nearly all of it spent in making the graphs, and 6 GB.
+minutes, most of it spent in making the graphs, and 4 GB.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def main() -> int:
         before = row["classify_s"]
         show({"what": "no identity", **row, **growth}, as_json=given.json)
 
+    show({"what": "joins", **structural(synthetic.joins(given.nodes // 40))}, as_json=given.json)
     gm = synthetic.deep_ancestry(given.deep)
     compatible, extended = structural(gm, "compatible"), structural(gm)
     torch_s, found = best_of(1, lambda: torchs_gathers(gm))

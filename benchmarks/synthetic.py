@@ -91,5 +91,15 @@ def deep_ancestry(collectives: int) -> fx.GraphModule:
     return made.module(*gathered)
 
 
+def joins(collectives: int) -> fx.GraphModule:
+    """Gathers along a line where at every step another input joins: the most that networkx can get to do."""
+    made = Nodes()
+    value, gathered = made.placeholder("x"), []
+    for index in range(collectives):
+        value = made.call(aten.add.Tensor, value, made.placeholder(f"y{index}"))
+        gathered.append(made.call(WAIT, made.all_gather(value)))
+    return made.module(*gathered)
+
+
 def _identity(role: str, index: int) -> Identity:
     return Identity(1, role, Source.EXPLICIT, "fsdp2", GROUP, f"layers.{index}", (f"layers.{index}.weight",))

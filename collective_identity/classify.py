@@ -183,12 +183,16 @@ def _resolve(
     absences: dict[fx.Node, Absence],
     mismatches: list[Mismatch],
 ) -> None:
+    shared: dict[tuple[str, str | None], Identity] = {}
     for node, launch in starts.items():
         role = guesses.get(node)
         settled = identities[node]
         if node in open_nodes:
             if role is not None:
-                identities[node] = Identity(VERSION, role, Source.INFERRED, STRUCTURE, launch.group)
+                key = role, launch.group
+                if key not in shared:
+                    shared[key] = Identity(VERSION, role, Source.INFERRED, STRUCTURE, launch.group)
+                identities[node] = shared[key]
                 if absences.get(node) is store.NEVER_HAD:
                     del absences[node]
             elif node not in absences:

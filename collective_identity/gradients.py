@@ -81,11 +81,13 @@ class _Flow:
             self.update[number] = launch.transport in (Transport.ALL_REDUCE, Transport.REDUCE_SCATTER)
             self.gradient[number] = launch.transport is Transport.REDUCE_SCATTER
             return
-        node = self._view.nodes[number]
-        kind = self._kind(node)[0]
-        self.update[number] = (
-            kind == "passes" or (kind == "to_one_element" and is_scalar(node)) or (kind == "asks" and is_wait(node))
-        )
+        kind = self._kind(number)[0]
+        if kind == "passes":
+            self.update[number] = True
+        elif kind == "to_one_element":
+            self.update[number] = is_scalar(self._view.nodes[number])
+        else:
+            self.update[number] = is_wait(self._view.nodes[number])
 
     def _sort_out(self) -> None:
         """Tell nodes that hold gradients, alone or with state, from those that hold any activation."""
@@ -112,7 +114,7 @@ class _Flow:
         if not self.update[number]:
             return False
         nodes, node = self._view.nodes, self._view.nodes[number]
-        shape = _shape(node) if self._kind(node)[1] else None
+        shape = _shape(node) if self._kind(number)[1] else None
         for operand in self._view.inputs[number]:
             if self.activation[operand]:
                 return False
@@ -120,12 +122,12 @@ class _Flow:
                 return False
         return True
 
-    def _kind(self, node: fx.Node) -> tuple[str, bool]:
+    def _kind(self, number: int) -> tuple[str, bool]:
         """What an operator does to a gradient, and whether it is pointwise."""
-        key = id(node.target)
-        found = self._kinds.get(key)
+        target = self._view.targets[number]
+        found = self._kinds.get(id(target))
         if found is None:
-            found = self._kinds[key] = _kind_of(node)
+            found = self._kinds[id(target)] = _kind_of(target)
         return found
 
 
@@ -136,11 +138,11 @@ def _any(flags: bytearray, numbers: Iterable[int]) -> bool:
     return False
 
 
-def _kind_of(node: fx.Node) -> tuple[str, bool]:
-    if node.target is operator.getitem:
+def _kind_of(target: object) -> tuple[str, bool]:
+    if target is operator.getitem:
         return "passes", False
-    name = (compat.op_name(node.target) or "").partition("::")[2]
-    overload = compat.op_overload_of(node.target)
+    name = (compat.op_name(target) or "").partition("::")[2]
+    overload = compat.op_overload_of(target)
     pointwise = overload is not None and torch.Tag.pointwise in overload.tags
     if name in _TO_ONE_ELEMENT:
         return "to_one_element", pointwise

@@ -69,7 +69,7 @@ def _sources(view: View) -> dict[int, _Sources]:
             kind = _kind(node)
             table[junction] = _NO_SOURCE if kind is None else tuple([own if k == kind else _NONE for k in _KINDS])
         else:
-            table[junction] = _joined([table.get(view.homes[above], _NO_SOURCE) for above in view.data(junction)])
+            table[junction] = _joined([table[view.homes[above]] for above in view.data(junction)])
     return table
 
 

@@ -43,25 +43,20 @@ def structural_roles(
         fsdp_groups: groups already known to carry FSDP collectives, because an explicit role says so.
         settled: collectives whose role is known; structure's word on them marks no group.
     """
-    verdicts = {
-        Transport.ALL_GATHER: _gathers(view, rules),
-        Transport.REDUCE_SCATTER: _scatters(view, rules),
-    }
-    roles: dict[fx.Node, str | None] = {}
-    groups = set(fsdp_groups)
-    for node, launch in view.starts.items():
-        fsdp = node in verdicts.get(launch.transport, ())
-        role = PARAM_UNSHARD if launch.transport is Transport.ALL_GATHER else GRAD_REDUCE_SHARD
-        roles[node] = role if fsdp else None
-    groups.update(_inferred_groups(view, rules, {n: r for n, r in roles.items() if n not in settled}))
+    found = _gathers(view, rules) | _scatters(view, rules)
+    roles: dict[fx.Node, str | None] = dict.fromkeys(view.starts)
+    for node in found:
+        gathers = view.starts[node].transport is Transport.ALL_GATHER
+        roles[node] = PARAM_UNSHARD if gathers else GRAD_REDUCE_SHARD
+    groups = {*fsdp_groups, *_inferred_groups(view, rules, (node for node in found if node not in settled))}
     return roles | dict(_reduces(view, rules, groups))
 
 
-def _inferred_groups(view: View, rules: Rules, roles: dict[fx.Node, str | None]) -> Iterator[str]:
+def _inferred_groups(view: View, rules: Rules, found: Iterable[fx.Node]) -> Iterator[str]:
     """Groups that an inferred role marks; torch looks at gathers only, so a backward may have none there."""
-    for node, launch in view.starts.items():
-        counts = launch.transport is Transport.ALL_GATHER or rules == "extended"
-        if counts and roles.get(node) is not None and launch.group is not None:
+    for node in found:
+        launch = view.starts[node]
+        if launch.group is not None and (launch.transport is Transport.ALL_GATHER or rules == "extended"):
             yield launch.group
 
 
@@ -84,9 +79,9 @@ def _gathers(view: View, rules: Rules) -> set[fx.Node]:
         return set()
     version = compat.torch_version()
     if version >= (2, 13):
-        one = _one_placeholder(view)
+        one = _one_placeholder(view, asked)
     elif version >= (2, 12):
-        one = _single_chain(view)
+        one = _single_chain(view, asked)
     else:
         one = {n for n in asked if _is_cast_placeholder(n)}
     found = {n for n, launch in asked.items() if n in one and _upstream_form(launch)}
@@ -95,7 +90,7 @@ def _gathers(view: View, rules: Rules) -> set[fx.Node]:
     return found
 
 
-def _one_placeholder(view: View) -> set[fx.Node]:
+def _one_placeholder(view: View, gathers: Iterable[fx.Node]) -> set[fx.Node]:
     """All-gathers with exactly one placeholder among their ancestors."""
     none, many = -1, -2
     source: dict[int, int] = {}
@@ -103,15 +98,14 @@ def _one_placeholder(view: View) -> set[fx.Node]:
         if view.ops[junction] == "placeholder":
             source[junction] = junction
             continue
-        found = {source.get(view.homes[above], none) for above in view.inputs[junction]}
+        found = {source[view.homes[above]] for above in view.inputs[junction]}
         found.discard(none)
         source[junction] = none if not found else found.pop() if len(found) == 1 else many
-    return {n for n in view.of(Transport.ALL_GATHER) if source[view.homes[view.number[n]]] >= 0}
+    return {n for n in gathers if source[view.homes[view.number[n]]] >= 0}
 
 
-def _single_chain(view: View) -> set[fx.Node]:
+def _single_chain(view: View, gathers: Iterable[fx.Node]) -> set[fx.Node]:
     """All-gathers from which single inputs lead to a placeholder."""
-    gathers = view.of(Transport.ALL_GATHER)
     return {n for n in gathers if view.ops[view.homes[view.number[n]]] == "placeholder"}
 
 

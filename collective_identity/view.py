@@ -1,16 +1,16 @@
 """Which part of a graph can decide about its collectives? The networkx view that structure is read from.
 
 Nodes are numbered in topological order, and every table is a list over these numbers: on a million nodes that is
-what keeps the cost linear, where dicts keyed by nodes miss the cache. A node with one input says nothing that the
-input does not say, so the networkx graph holds the *junctions* alone, sources and nodes with several inputs; every
-other node hangs below one of them.
+what keeps the cost linear, where dicts keyed by nodes miss the cache. Above a gather, a node with one input says
+nothing that the input does not say, so the networkx graph holds the *junctions* alone, sources and nodes with several
+inputs; every other node hangs below one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import networkx as nx
 from torch import fx
@@ -20,6 +20,8 @@ from .transports import Launch, Transport, waits_of
 Rules = Literal["extended", "compatible"]
 RULES: Final[tuple[Rules, ...]] = ("extended", "compatible")
 
+_Numbered: TypeAlias = "tuple[list[fx.Node], dict[fx.Node, int], list[str], list[object], list[tuple[int, ...]]]"
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -28,12 +30,13 @@ class View:
     Attributes:
         nodes: every node of the graph in topological order; a node's number is its place here.
         number: node → its number.
-        ops: by number, `fx.Node.op`; asking the node itself means another miss of the processor's cache.
+        ops: by number, `fx.Node.op`.
+        targets: by number, `fx.Node.target`.
         inputs: by number, the numbers of its inputs.
         sent: of a collective whose inputs are more than the tensors it sends, the numbers of those it sends.
         cone: the numbers in the cones, ascending.
-        homes: by number, the junction that the node is or hangs below; -1 outside the cones.
-        dag: the junctions as a ``networkx.DiGraph`` of numbers, input → user.
+        homes: by number, the junction that the node is or hangs below; -1 where no gather is below the node.
+        dag: the junctions above gathers as a ``networkx.DiGraph`` of numbers, input → user.
         junctions: its nodes, each after those above it.
         starts: every collective of the graph, in graph order.
         launches: the same by number.
@@ -43,6 +46,7 @@ class View:
     nodes: Sequence[fx.Node]
     number: Mapping[fx.Node, int]
     ops: Sequence[str]
+    targets: Sequence[object]
     inputs: Sequence[tuple[int, ...]]
     sent: Mapping[int, tuple[int, ...]]
     cone: Sequence[int]
@@ -71,14 +75,14 @@ def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
 
     Linear in nodes and edges. At least one collective is expected.
     """
-    nodes, number, inputs = _numbered(next(iter(starts)).graph)
-    ops = [node.op for node in nodes]
+    nodes, number, ops, targets, inputs = _numbered(next(iter(starts)).graph)
     waits = {n: waits_of(n) for n, launch in starts.items() if launch.transport is Transport.REDUCE_SCATTER}
     wanted = bytearray(len(nodes))
     for node, launch in starts.items():
         if launch.transport is Transport.ALL_GATHER:
             wanted[number[node]] = True
     _add_ancestors(wanted, inputs)
+    homes, dag = _junctions(wanted, inputs)
     if any(waits.values()):
         below = bytearray(len(nodes))
         for several in waits.values():
@@ -100,11 +104,11 @@ def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
         data = tuple([number[one] for one in launch.inputs])
         if data != inputs[i]:
             sent[i] = data
-    homes, dag = _junctions(cone, wanted, inputs)
     return View(
         nodes=nodes,
         number=number,
         ops=ops,
+        targets=targets,
         inputs=inputs,
         sent=sent,
         cone=cone,
@@ -117,23 +121,29 @@ def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
     )
 
 
-def _numbered(graph: fx.Graph) -> tuple[Sequence[fx.Node], dict[fx.Node, int], list[tuple[int, ...]]]:
-    """The nodes in topological order, the number of each, and the numbers of its inputs."""
+def _numbered(graph: fx.Graph) -> _Numbered:
+    """Everything asked of every node, asked once: each node is a miss of the cache on a large graph."""
+    nodes: list[fx.Node] = []
     number: dict[fx.Node, int] = {}
+    ops: list[str] = []
+    targets: list[object] = []
     inputs: list[tuple[int, ...]] = []
-    nodes: Sequence[fx.Node] = list(graph.nodes)
     try:
-        for i, node in enumerate(nodes):
+        for i, node in enumerate(graph.nodes):
             inputs.append(tuple(map(number.__getitem__, node.all_input_nodes)))
             number[node] = i
+            nodes.append(node)
+            ops.append(node.op)
+            targets.append(node.target)
     except KeyError:  # amid a pass that has not sorted the graph yet
         whole: Any = nx.DiGraph()
-        whole.add_nodes_from(nodes)
-        whole.add_edges_from((above, node) for node in nodes for above in node.all_input_nodes)
+        whole.add_nodes_from(graph.nodes)
+        whole.add_edges_from((above, node) for node in graph.nodes for above in node.all_input_nodes)
         nodes = list(nx.topological_sort(whole))
         number = {node: i for i, node in enumerate(nodes)}
         inputs = [tuple([number[above] for above in node.all_input_nodes]) for node in nodes]
-    return nodes, number, inputs
+        ops, targets = [node.op for node in nodes], [node.target for node in nodes]
+    return nodes, number, ops, targets, inputs
 
 
 def _add_ancestors(flags: bytearray, inputs: Sequence[tuple[int, ...]]) -> None:
@@ -152,19 +162,21 @@ def _add_descendants(flags: bytearray, inputs: Sequence[tuple[int, ...]]) -> Non
                     break
 
 
-def _junctions(cone: Sequence[int], wanted: bytearray, inputs: Sequence[tuple[int, ...]]) -> tuple[list[int], Any]:
-    """The junction of each node, and the graph of the junctions."""
+def _junctions(wanted: bytearray, inputs: Sequence[tuple[int, ...]]) -> tuple[list[int], Any]:
+    """The junction of each wanted node, and the graph of the junctions; everything above a wanted node is wanted."""
     homes = [-1] * len(inputs)
     heads: list[int] = []
     edges: list[tuple[int, int]] = []
-    for i in cone:
+    for i, flag in enumerate(wanted):
+        if not flag:
+            continue
         above = inputs[i]
-        if len(above) == 1 and wanted[above[0]]:
+        if len(above) == 1:
             homes[i] = homes[above[0]]
         else:
             homes[i] = i
             heads.append(i)
-            edges += [(homes[one], i) for one in above if wanted[one]]
+            edges += [(homes[one], i) for one in above]
     dag: Any = nx.DiGraph()
     dag.add_nodes_from(heads)
     dag.add_edges_from(edges)

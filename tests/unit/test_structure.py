@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -362,6 +363,40 @@ def test_only_the_cones_that_matter_are_viewed() -> None:
     view = build_view({gathered.start: launch}, "extended")
     assert {view.nodes[i].name for i in view.cone} == {"w", "convert_element_type_default", gathered.start.name}
     assert start_nodes(gm) == [gathered.start]
+
+
+@pytest.mark.parametrize("rules", ["extended", "compatible"])
+def test_a_graph_that_is_not_sorted_yet(rules: Any) -> None:
+    """Amid a pass a node may stand before its inputs; the answer does not depend on where."""
+    b = Builder()
+    w, x, y = (b.placeholder(name) for name in ("w", "x", "y"))
+    one = b.all_gather(b.cast(w, torch.bfloat16))
+    two = b.all_gather(b.call(aten.add.Tensor, x, y))
+    grad = b.reduce_scatter(b.placeholder("g"))
+    b.output(one.wait, two.wait, b.cast(grad.wait, torch.bfloat16))
+    gm = b.module()
+    sorted_roles = {node.name: role for node, role in zip(start_nodes(gm), _roles(gm, rules), strict=True)}
+    first = next(iter(gm.graph.nodes))
+    for node in (one.start, two.start, grad.wait):
+        first.prepend(node)
+    assert {node.name: role for node, role in zip(start_nodes(gm), _roles(gm, rules), strict=True)} == sorted_roles
+    assert set(sorted_roles.values()) == {PARAM_UNSHARD, None, GRAD_REDUCE_SHARD}
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_left_as_it_was(was_on: bool) -> None:
+    b = Builder()
+    b.output(b.all_gather(b.placeholder("w")).wait)
+    gm = b.module()
+    assert gc.isenabled()
+    try:
+        (gc.enable if was_on else gc.disable)()
+        classify(gm)
+        with pytest.raises(AttributeError):
+            classify(None)  # type: ignore[arg-type]
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
 
 
 def test_an_all_explicit_graph_imports_no_networkx() -> None:
