@@ -91,6 +91,21 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def modules_of(state: Any) -> tuple[nn.Module, ...]:
+    """The modules that one ``fully_shard`` call took as one: several for ``fully_shard([a, b])``."""
+    return tuple(state._modules)
+
+
+def casts_every_grouped_module() -> bool:
+    """Whether the inputs and outputs of *each* module of ``fully_shard([a, b])`` are cast (torch 2.13).
+
+    Before, the inputs of the first that runs and the outputs of the last.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+    return "cast_output_dtype" in inspect.signature(_fsdp_state._register_group_forward_hooks).parameters
+
+
 def state_of(module: nn.Module, name: str) -> Any:
     """The ``FSDPState`` of an FSDP module."""
     state = module._get_fsdp_state()  # type: ignore[operator]
@@ -161,6 +176,11 @@ def resharded_after_forward(group: Any) -> bool:
     return group.post_forward_mesh_info is not None
 
 
+def custom_divide_factor(group: Any) -> float | None:
+    """What ``set_gradient_divide_factor`` set."""
+    return getattr(group, "gradient_divide_factor", None)
+
+
 def divide_factors(group: Any, reduce_dtype: torch.dtype, device_type: str) -> tuple[Any, Any, Any, Any]:
     """``(predivide, postdivide, reduce-scatter op, all-reduce op)`` as FSDP2 computes them for this group."""
     return _divide_factors()(  # type: ignore[no-any-return]
@@ -168,16 +188,36 @@ def divide_factors(group: Any, reduce_dtype: torch.dtype, device_type: str) -> t
         replicate_group(group),
         reduce_dtype,
         device_type,
-        getattr(group, "gradient_divide_factor", None),
+        custom_divide_factor(group),
         getattr(group, "force_sum_reduction_for_comms", False),
     )
 
 
-def registered_methods(module: nn.Module) -> list[str]:
-    """Names of the methods that ``register_fsdp_forward_method`` made gather and reshard by themselves."""
-    codes = {name: getattr(getattr(value, "__func__", None), "__code__", None) for name, value in vars(module).items()}
+def registered_methods(module: nn.Module) -> dict[str, Any]:
+    """The methods that ``register_fsdp_forward_method`` made gather and reshard: name to the method underneath."""
     written_in = register_fsdp_forward_method.__code__.co_filename
-    return [name for name, code in codes.items() if code is not None and code.co_filename == written_in]
+    found = {}
+    for name, value in vars(module).items():
+        code = getattr(getattr(value, "__func__", None), "__code__", None)
+        if code is not None and code.co_filename == written_in:
+            found[name] = value.__wrapped__
+    return found
+
+
+def sync_of(group: Any) -> str:
+    """How far backward takes the gradients now: ``"all"``, ``"shard"`` (no all-reduce) or ``"none"``."""
+    if not group.reduce_grads:
+        return "none"
+    return "shard" if replicate_group(group) is not None and not group.all_reduce_grads else "all"
+
+
+def gradients_wait(group: Any) -> bool:
+    """True while eager FSDP2 holds gradients that it accumulated without communication."""
+    return getattr(group, "_partial_reduce_output", None) is not None or any(
+        param.unsharded_accumulated_grad is not None
+        or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
+        for param in group.fsdp_params
+    )
 
 
 def uses_default_comms(group: Any) -> bool:
@@ -202,12 +242,18 @@ def has_all_gather_extension(param: Any) -> bool:
     return hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
 
 
-def hook_slot(handle: Any, hooks: dict[int, Any], name: str) -> int:
-    """The key under which one of FSDP2's own forward hooks is registered on its module."""
-    key = getattr(handle, "id", None)
-    if key not in hooks:
-        raise InstallError(
-            f"module {name!r}: expected FSDP2's forward hook to be registered, found it removed: another tool took "
-            "it away (or the model was already captured); apply fully_shard and install once, in that order"
-        )
-    return int(key)
+def hook_slots(state: Any, name: str) -> list[tuple[dict[int, Any], int]]:
+    """Where FSDP2's own forward hooks are: the dict of each on its module, and the key in it."""
+    handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
+    if handles[0] is handles[1]:  # fully_shard([a, b]): one handle over all
+        handles = handles[0].handles
+    slots = []
+    for handle in handles:
+        key, hooks = getattr(handle, "id", None), getattr(handle, "hooks_dict_ref", lambda: None)()
+        if hooks is None or key is None or key not in hooks:
+            raise InstallError(
+                f"module {name!r}: expected FSDP2's forward hook to be registered, found it removed: another tool took "
+                "it away (or the model was already captured); apply fully_shard and install once, in that order"
+            )
+        slots.append((hooks, int(key)))
+    return slots

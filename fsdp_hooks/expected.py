@@ -6,13 +6,14 @@ Independent of the capture: it walks FSDP2's parameter groups, mesh and options,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
 from collective_identity.ledger import Expectation, ExpectedRow
 
+from .spec import ParamSpec
 from .survey import specs_of
 
 _Key = tuple[str, str, str, str]  # role, phase, parameter group, dtype
@@ -43,10 +44,10 @@ def expected_collectives(model: nn.Module, *, saved_for_backward: Collection[str
                     unknown.add(key)
                 elif spec.fqn in saved_for_backward:
                     counts[key] += 1
-        if spec.trainable:
+        if spec.trainable and args.sync != "none":
             if args.group_size > 1:
                 counts[GRAD_REDUCE_SHARD, "backward", args.param_group, str(spec.reduce_dtype)] += 1
-            if args.replicate_group is not None:
+            if args.replicate_group is not None and args.sync == "all":
                 counts[GRAD_REPLICATE_REDUCE, "backward", args.param_group, str(spec.reduce_dtype)] += 1
     rows = [
         ExpectedRow(role=role, phase=phase, param_group=group, dtype=dtype, count=count, buckets=1)
@@ -58,4 +59,10 @@ def expected_collectives(model: nn.Module, *, saved_for_backward: Collection[str
     ]
     first = specs[0].args
     world = {"shard": first.group_size, "replicate": first.replicate_size}
-    return Expectation(model=type(model).__name__, world=world, rows=tuple(rows))
+    return Expectation(model=type(model).__name__ + _without(specs), world=world, rows=tuple(rows))
+
+
+def _without(specs: Sequence[ParamSpec]) -> str:
+    """Steps that leave communication out are declared beside those that do not."""
+    said = {"none": ", some gradients not reduced", "shard": ", some gradients not all-reduced"}
+    return "".join(text for sync, text in said.items() if any(s.args.sync == sync for s in specs if s.trainable))

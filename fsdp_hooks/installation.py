@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -15,8 +17,8 @@ import collective_identity
 from . import compat, refusals
 from .errors import InstallError
 from .expected import expected_collectives
-from .runtime import BINDINGS, FORWARD, UNIT, Binding, Unit, capturing_class
-from .survey import attribute_names, outermost, parameters_of
+from .runtime import BINDINGS, METHODS, UNIT, Accumulated, Binding, Unit, capturing_class
+from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
 
 logger = logging.getLogger("collective_identity.fsdp_hooks")
 
@@ -28,20 +30,35 @@ _DYNAMO_MANAGED = "_is_fsdp_managed_module"
 class _Installation:
     """What ``uninstall`` needs to undo, kept on the root module."""
 
+    plans: tuple[_Planned, ...]
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
     hooks: list[tuple[dict[int, Any], int, Any]] = field(default_factory=list)
     managed: list[nn.Module] = field(default_factory=list)
+    methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """One FSDP module: its unit, where FSDP2's hooks are, every attribute that reads one of the unit's parameters."""
+    """One ``fully_shard`` call: its unit, where FSDP2's hooks are, its parameters and the attributes that read them."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     unit: Unit
     hooks: tuple[tuple[dict[int, Any], int], ...]
-    reads: tuple[tuple[nn.Module, str, Binding], ...]
+    found: tuple[Found, ...]
+
+    def read_options(self) -> None:
+        """Take FSDP2's options as they are now into the unit and its bindings."""
+        unit = self.unit
+        unit.sources = ()
+        for found in self.found:
+            spec = found.spec()
+            unit.sources += ((*found.owners[0], spec),)
+            if spec.trainable and spec.args.sync != "all":
+                unit.accumulated.setdefault(spec.fqn, Accumulated()).prepare(spec, unit.device)
+            for owner, attribute in found.owners:
+                if BINDINGS in owner.__dict__:
+                    owner.__dict__[BINDINGS][attribute] = Binding(unit, spec)
 
 
 def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> nn.Module:
@@ -72,9 +89,10 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     expected = expected_collectives(model)
     session = collective_identity.session.ensure(run_dir=run_dir)
 
-    installation = _Installation()  # nothing below refuses
+    installation = _Installation(tuple(planned))  # nothing below refuses
     for plan in planned:
         _take_over(installation, plan)
+        plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
     _swap_classes(installation)
     model.__dict__[_INSTALLED] = installation
 
@@ -82,33 +100,51 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     logger.info(
         "installed on %s: %d attributes read through %d fully_shard modules",
         type(model).__name__,
-        sum(len(plan.reads) for plan in planned),
+        sum(len(found.owners) for plan in planned for found in plan.found),
         len(planned),
     )
     return model
+
+
+def _read_options_again(root: weakref.ref[nn.Module]) -> None:
+    """An FSDP2 setter was called: every later forward is another graph, and another declaration."""
+    model = root()
+    if model is None or _INSTALLED not in model.__dict__:
+        return
+    for plan in model.__dict__[_INSTALLED].plans:
+        plan.read_options()
+    collective_identity.session.ensure().declare(expected_collectives(model))
 
 
 def uninstall(model: nn.Module) -> nn.Module:
     """Give the model back to eager FSDP2, exactly as it was before :func:`install`.
 
     Raises:
-        InstallError: the model is not installed.
+        InstallError: the model is not installed, or gradients accumulated without communication wait in it.
     """
-    installation = model.__dict__.pop(_INSTALLED, None)
+    installation = model.__dict__.get(_INSTALLED)
     if installation is None:
         raise InstallError(
             f"uninstall expects the model that was given to fsdp_hooks.install, found {type(model).__name__} without "
             "an installation: pass the root model itself (not the torch.compile wrapper, not a sub-module)"
         )
+    for plan in installation.plans:
+        for fqn, accumulated in plan.unit.accumulated.items():
+            if accumulated.waits:
+                raise InstallError(
+                    f"uninstall expects no gradients that wait for communication, found those of {fqn!r}: run one more "
+                    "forward and backward with set_requires_gradient_sync(True) and set_requires_all_reduce(True) first"
+                )
+    del model.__dict__[_INSTALLED]
     for module, original in reversed(installation.classes):
         module.__class__ = original
     for hooks, key, original_hook in installation.hooks:
         hooks[key] = original_hook
     for module in installation.managed:
         setattr(module, _DYNAMO_MANAGED, True)
-        del module.__dict__[UNIT]
-        if FORWARD in module.__dict__:
-            module.__dict__["forward"] = module.__dict__.pop(FORWARD)
+        del module.__dict__[UNIT], module.__dict__[METHODS]
+    for module, name, original_method in installation.methods:
+        module.__dict__[name] = original_method
     for module in installation.bound:
         module.__dict__.pop(BINDINGS, None)
     torch._dynamo.reset()  # compiled code of this process may hold the captured forward
@@ -141,13 +177,13 @@ def _check_options(model: nn.Module) -> None:
     """Refuse every option by name before FSDP2's lazy initialisation, which changes the model or complains itself."""
     names = attribute_names(model)
     gathered = 0
-    for name, module in compat.fsdp_modules(model):
-        state = compat.state_of(module, name)
-        refusals.check_state(state, name)
-        for group in compat.groups_of(state, name):
-            refusals.check_group(group, name)
-        for found in parameters_of(name, module, names):
-            refusals.check_param(found.param, name, found.fqn)
+    roots = {id(root) for _, root in outermost(model)}
+    for one in managed(model):
+        refusals.check_state(one, roots)
+        for group in compat.groups_of(one.state, one.name):
+            refusals.check_group(group, one.name)
+        for found in parameters_of(one, names):
+            refusals.check_param(found.param, one.name, found.fqn)
             gathered += 1
     if not gathered:
         raise InstallError(
@@ -160,54 +196,58 @@ def _plan(model: nn.Module, root_ids: set[int]) -> list[_Planned]:
     """Read every FSDP2 decision. Changes nothing, but reshards what an earlier eager forward left unsharded."""
     names = attribute_names(model)
     planned = []
-    for name, module in compat.fsdp_modules(model):
-        state = compat.state_of(module, name)
-        policy = state._mp_policy
-        unit = Unit(
-            name,
-            is_root=id(module) in root_ids,
-            device=state._device,
-            cast_inputs_to=policy.param_dtype if policy.cast_forward_inputs else None,
-            cast_outputs_to=policy.output_dtype,
+    for one in managed(model):
+        plan = _Planned(
+            tuple(module for _, module in one.modules),
+            _unit(one, root_ids),
+            tuple(compat.hook_slots(one.state, one.name)),
+            tuple(parameters_of(one, names)),
         )
-        reads: list[tuple[nn.Module, str, Binding]] = []
-        for found in parameters_of(name, module, names):
-            binding = Binding(unit, found.spec())
-            reads += [(owner, attribute, binding) for owner, attribute in found.owners]
-            unit.sources += ((*found.owners[0], binding.spec),)
-        planned.append(_Planned(module, unit, _fsdp2_hooks(module, state, name), tuple(reads)))
+        plan.read_options()
+        planned.append(plan)
+    shared = tuple(plan.unit for plan in planned if plan.unit.members > 1)
     for plan in planned:
-        plan.module.reshard()  # type: ignore[operator]
+        if id(plan.modules[0]) in root_ids:
+            plan.unit.shared_below = shared
+        for module in plan.modules:
+            module.reshard()  # type: ignore[operator]
     return planned
 
 
-def _fsdp2_hooks(module: nn.Module, state: Any, name: str) -> tuple[tuple[dict[int, Any], int], ...]:
-    """The hook dicts of the module, with the keys of FSDP2's own hooks in them."""
-    return tuple(
-        (hooks, compat.hook_slot(handle, hooks, name))
-        for handle, hooks in (
-            (state._pre_forward_hook_handle, module._forward_pre_hooks),
-            (state._post_forward_hook_handle, module._forward_hooks),
-        )
+def _unit(one: Managed, root_ids: set[int]) -> Unit:
+    policy = one.state._mp_policy
+    return Unit(
+        one.name,
+        is_root=id(one.modules[0][1]) in root_ids,
+        device=one.state._device,
+        cast_inputs_to=policy.param_dtype if policy.cast_forward_inputs else None,
+        cast_outputs_to=policy.output_dtype,
+        members=len(one.modules),
+        casts_every_member=len(one.modules) == 1 or compat.casts_every_grouped_module(),
     )
 
 
 def _take_over(installation: _Installation, plan: _Planned) -> None:
-    module = plan.module
     for hooks, key in plan.hooks:
         installation.hooks.append((hooks, key, hooks[key]))
         hooks[key] = _no_hook
-    module.__dict__[UNIT] = plan.unit
-    if "forward" in module.__dict__:
-        module.__dict__[FORWARD] = module.__dict__.pop("forward")
-    # Dynamo drops its guards on FSDP-managed modules (builder.py, skip_fsdp_guards): a captured model needs them.
-    setattr(module, _DYNAMO_MANAGED, False)
-    installation.managed.append(module)
-    for owner, attribute, binding in plan.reads:
-        if BINDINGS not in owner.__dict__:
-            owner.__dict__[BINDINGS] = {}
-            installation.bound.append(owner)
-        owner.__dict__[BINDINGS][attribute] = binding
+    for member, module in enumerate(plan.modules):
+        module.__dict__[UNIT] = plan.unit, member
+        module.__dict__[METHODS] = methods = compat.registered_methods(module)
+        replaced = [*methods, *(["forward"] if "forward" in module.__dict__ else [])]
+        for name in replaced:
+            installation.methods.append((module, name, module.__dict__[name]))
+            methods.setdefault(name, module.__dict__[name])
+            del module.__dict__[name]
+        # Dynamo drops its guards on FSDP-managed modules (builder.py, skip_fsdp_guards): a captured model needs them.
+        setattr(module, _DYNAMO_MANAGED, False)
+        installation.managed.append(module)
+    for found in plan.found:
+        for owner, _ in found.owners:
+            if BINDINGS not in owner.__dict__:
+                owner.__dict__[BINDINGS] = {}
+                installation.bound.append(owner)
+    plan.read_options()
 
 
 def _no_hook(*args: object) -> None:
@@ -216,13 +256,14 @@ def _no_hook(*args: object) -> None:
 
 def _swap_classes(installation: _Installation) -> None:
     """Give every touched module a class that reads its parameters through their bindings; equal ones share it."""
-    made: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
+    made: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
     touched = {id(module): module for module in (*installation.managed, *installation.bound)}
     for module in touched.values():
-        key = type(module), tuple(sorted(module.__dict__.get(BINDINGS, ()))), UNIT in module.__dict__
-        base, names, has_unit = key
+        gathering = ("forward", *sorted({*module.__dict__[METHODS]} - {"forward"})) if UNIT in module.__dict__ else ()
+        key = type(module), tuple(sorted(module.__dict__.get(BINDINGS, ()))), gathering
+        base, names, _ = key
         if key not in made:
-            methods = refusals.refusing_methods(base) if has_unit else {}
-            made[key] = capturing_class(base, names, has_unit=has_unit, methods=methods)
+            methods = refusals.methods_of_installed(base) if gathering else {}
+            made[key] = capturing_class(base, names, gathering=gathering, methods=methods)
         installation.classes.append((module, base))
         module.__class__ = made[key]

@@ -5,6 +5,9 @@ arguments (so they are part of every cache key), AOTAutograd takes it apart into
 collectives, and the autograd function inside brings the gradient back to the shard. Each collective is issued
 under its own :func:`collective_identity.role_scope`; nothing else is.
 
+While gradients accumulate without communication, the gradient goes to an *accumulator* instead of the shard: a leaf
+whose ``grad`` plain autograd adds up. The next call that communicates takes it as ``pending`` or ``partial``.
+
 Order of the gradient's arithmetic (cast, pre-divide, reduce-scatter, all-reduce, post-divide, cast) is that of
 ``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (read in 2.11.0 to 2.15.0).
 """
@@ -24,18 +27,21 @@ from .reshard import reshard_mark
 
 NAMESPACE = "fsdp_hooks"
 SCHEMA = (
-    "unshard(Tensor shard, int version, str producer, str param, str param_group, int dim, int size, "
+    "unshard(Tensor shard, Tensor? accumulator, Tensor? pending, Tensor? partial, "
+    "int version, str producer, str param, str param_group, int dim, int size, "
     "str group, int group_size, str reduce_group, str reduce_op, str? replicate_group, int replicate_size, "
     "str replicate_op, float? predivide, float? postdivide, ScalarType? param_dtype, "
-    "ScalarType? reduce_dtype, bool reshard_after_forward) -> Tensor"
+    "ScalarType? reduce_dtype, bool reshard_after_forward, str sync) -> Tensor"
 )
 
 
 class UnshardArgs(NamedTuple):
-    """The operator's literal arguments, in schema order (all but the shard).
+    """The operator's literal arguments, in schema order (all but the tensors).
 
     ``size`` is the unsharded length of dimension ``dim`` in elements; ``*_op`` are functional-collective reduce
-    operations (``"sum"``, ``"avg"``); dtypes of None mean "as it is".
+    operations (``"sum"``, ``"avg"``); dtypes of None mean "as it is". ``sync`` says how far backward takes the
+    gradient: ``"all"`` into the shard; ``"shard"`` reduced over the shard group alone, ``"none"`` not at all, both
+    into the accumulator.
     """
 
     version: int
@@ -56,11 +62,17 @@ class UnshardArgs(NamedTuple):
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     reshard_after_forward: bool
+    sync: str = "all"
 
     @property
     def chunk(self) -> int:
         """Length of one padded shard in dimension ``dim`` (``torch.chunk`` arithmetic)."""
         return -(-self.size // self.group_size)
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype | None:
+        """Dtype in which gradients accumulate without communication; None: the parameter's."""
+        return self.reduce_dtype or self.param_dtype
 
 
 class _OwnSequenceNumber(torch.autograd.Function):
@@ -82,8 +94,17 @@ class _OwnSequenceNumber(torch.autograd.Function):
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        shard: torch.Tensor,
+        accumulator: torch.Tensor | None,
+        pending: torch.Tensor | None,
+        partial: torch.Tensor | None,
+        args: UnshardArgs,
+    ) -> torch.Tensor:
         ctx.args, ctx.length, ctx.dtype = args, shard.shape[args.dim], shard.dtype
+        ctx.has = pending is not None, partial is not None
+        ctx.save_for_backward(*(x for x in (pending, partial) if x is not None))
         _OwnSequenceNumber.apply(shard)
         if args.param_dtype is not None:
             shard = shard.to(args.param_dtype)
@@ -97,10 +118,16 @@ class _Unshard(torch.autograd.Function):
         return full
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         args: UnshardArgs = ctx.args
-        if args.reduce_dtype is not None:
-            grad = grad.to(args.reduce_dtype)
+        saved = iter(ctx.saved_tensors)
+        pending, partial = (next(saved) if has else None for has in ctx.has)
+        if args.accumulate_dtype is not None:
+            grad = grad.to(args.accumulate_dtype)
+        if pending is not None:
+            grad = grad + pending
+        if args.sync == "none":
+            return None, grad, None, None, None
         if args.group_size > 1:
             grad = _pad(grad, args.dim, args.chunk * args.group_size)
             if args.dim != 0:
@@ -109,6 +136,10 @@ class _Unshard(torch.autograd.Function):
             grad = grad / args.predivide
         if args.group_size > 1:
             grad = WAIT(_reduce(grad.contiguous(), args))
+        if partial is not None:
+            grad = grad + partial
+        if args.sync == "shard":
+            return None, grad, None, None, None
         if args.replicate_group is not None:
             grad = WAIT(_replicate(grad.contiguous(), args))
         if args.postdivide is not None:
@@ -116,7 +147,7 @@ class _Unshard(torch.autograd.Function):
         grad = grad.to(ctx.dtype)
         if grad.shape[args.dim] != ctx.length:
             grad = grad.narrow(args.dim, 0, ctx.length)
-        return grad, None
+        return grad, None, None, None, None
 
 
 def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -148,8 +179,14 @@ def _replicate(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
         return default_overload(Transport.ALL_REDUCE)(x, a.replicate_op, group)
 
 
-def _unshard(shard: torch.Tensor, *args: Any) -> torch.Tensor:
-    return _Unshard.apply(shard, UnshardArgs(*args))
+def _unshard(
+    shard: torch.Tensor,
+    accumulator: torch.Tensor | None,
+    pending: torch.Tensor | None,
+    partial: torch.Tensor | None,
+    *args: Any,
+) -> torch.Tensor:
+    return _Unshard.apply(shard, accumulator, pending, partial, UnshardArgs(*args))
 
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -157,15 +194,26 @@ _LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("unshard", _unshard, "CompositeImplicitAutograd")
 
 
-def unshard(shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
+def unshard(
+    shard: torch.Tensor,
+    args: UnshardArgs,
+    *,
+    accumulator: torch.Tensor | None = None,
+    pending: torch.Tensor | None = None,
+    partial: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Gather ``shard`` into the full parameter; its backward reduces the gradient into the shard.
 
     Args:
         shard: this rank's part, any float dtype, shape of the full parameter except dimension ``args.dim``,
             which holds ``torch.chunk``'s share (the last ranks may hold less, or nothing).
         args: what to gather and how to reduce.
+        accumulator: with ``args.sync`` of ``"none"`` or ``"shard"`` the leaf whose ``grad`` takes the gradient, in
+            ``args.accumulate_dtype``: shape of the full parameter, or of one padded shard. The shard then gets none.
+        pending: what accumulated under ``"none"``, added to the gradient before the reduce-scatter.
+        partial: what accumulated under ``"shard"``, added to its result.
 
     Returns:
         The full parameter, ``args.param_dtype`` or the shard's dtype.
     """
-    return torch.ops.fsdp_hooks.unshard(shard, *args)  # type: ignore[no-any-return]
+    return torch.ops.fsdp_hooks.unshard(shard, accumulator, pending, partial, *args)  # type: ignore[no-any-return]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,18 +12,15 @@ from torch import nn
 
 from . import compat
 from .errors import UnsupportedOption
+from .runtime import UNIT
+from .survey import Managed
 
 WAY_OUT = "remove it, or train this model with eager FSDP2 (leave out fsdp_hooks.install)"
 
 _GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("offload_policy=CPUOffloadPolicy", compat.offloads_to_cpu),
+    ("gradients that eager FSDP2 accumulated and did not reduce yet", compat.gradients_wait),
     ("a custom all-gather or reduce-scatter object", lambda g: not compat.uses_default_comms(g)),
     ("set_all_reduce_hook", lambda g: getattr(g, "_all_reduce_hook", None) is not None),
-    ("set_requires_gradient_sync(False)", lambda g: not g.reduce_grads),
-    ("set_requires_all_reduce(False)", lambda g: not g.all_reduce_grads),
-    ("set_reshard_after_backward(False)", lambda g: not getattr(g, "reshard_after_backward", True)),
-    ("a gradient divide factor", lambda g: getattr(g, "gradient_divide_factor", None) is not None),
-    ("set_unshard_in_backward(False)", lambda g: not getattr(g, "unshard_in_backward", True)),
     ("set_reduce_scatter_unused_params(True)", lambda g: bool(getattr(g, "reduce_scatter_unused_params", False))),
     ("reshard_after_forward=<int>", lambda g: compat.resharded_after_forward(g) and g._use_post_forward_mesh),
     ("dp_mesh_dims (an SPMD mesh)", lambda g: bool(getattr(g.mesh_info, "is_spmd_mesh", False))),
@@ -39,22 +37,24 @@ _PARAM_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("a sharded gradient dtype of its own", lambda p: bool(getattr(p, "_has_sharded_grad_dtype_override", False))),
 )
 
-#: FSDPModule methods that would change, behind our back, what a captured graph does. True: only this argument
+#: Setters that FSDP2 and we both follow: the next forward is captured with the new value.
+FOLLOWED = (
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_reshard_after_forward",
+    "set_reduce_scatter_divide_factor",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+)
+
+#: FSDPModule methods that would change, behind our back, what a captured graph does. True, False: only this argument
 #: (the default) is accepted.
-_AFTER_INSTALL: Mapping[str, bool | None] = MappingProxyType(
+REFUSED: Mapping[str, bool | None] = MappingProxyType(
     {
-        "set_requires_gradient_sync": True,
-        "set_requires_all_reduce": True,
-        "set_reshard_after_forward": None,
-        "set_reshard_after_backward": True,
         "set_custom_all_gather": None,
         "set_custom_reduce_scatter": None,
         "set_all_reduce_hook": None,
-        "set_reduce_scatter_divide_factor": None,
-        "set_gradient_divide_factor": None,
-        "set_force_sum_reduction_for_comms": None,
         "set_reduce_scatter_unused_params": False,
-        "set_unshard_in_backward": True,
         "set_separate_reduce_scatter_group": None,
         "set_keep_unsharded_storage": False,
         "set_manual_backward_finalization": False,
@@ -64,13 +64,22 @@ _AFTER_INSTALL: Mapping[str, bool | None] = MappingProxyType(
     }
 )
 
+#: Hints about when eager FSDP2 issues or frees things. Values are the same; a captured graph has its own order.
+HINTS = (
+    "set_is_last_backward",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_post_optim_event",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reshard_after_backward",
+    "set_unshard_in_backward",
+)
 
-def check_state(state: Any, name: str) -> None:
-    """Refuse a grouped ``fully_shard([a, b])``, and methods other than ``forward`` that gather by themselves."""
-    if len(state._modules) > 1:
-        refuse(name, "fully_shard([a, b, ...]) over several modules", "call fully_shard on each module by itself")
-    for method in compat.registered_methods(state._modules[0]):
-        refuse(name, f"register_fsdp_forward_method(module, {method!r})")
+
+def check_state(one: Managed, roots: Container[int]) -> None:
+    """Refuse a ``fully_shard([a, b])`` that is nowhere below another: FSDP2 wants one root."""
+    if len(one.modules) > 1 and id(one.modules[0][1]) in roots:
+        refuse(one.name, "fully_shard([a, b, ...]) without a root", "call fully_shard on the whole model as well")
 
 
 def check_group(group: Any, name: str) -> None:
@@ -99,9 +108,21 @@ def refuse(name: str, option: str, way_out: str = WAY_OUT) -> None:
     raise UnsupportedOption(f"{where}: fsdp_hooks does not support {option}: {way_out}")
 
 
-def refusing_methods(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def methods_of_installed(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Replacements for the option setters of an installed FSDP module's class."""
-    return {name: _refusing(base, name, only) for name, only in _AFTER_INSTALL.items() if hasattr(base, name)}
+    followed = {name: _following(base, name) for name in FOLLOWED if hasattr(base, name)}
+    return followed | {name: _refusing(base, name, only) for name, only in REFUSED.items() if hasattr(base, name)}
+
+
+def _following(base: type[nn.Module], method: str) -> Callable[..., Any]:
+    original = getattr(base, method)
+
+    @functools.wraps(original)
+    def setter(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.__dict__[UNIT][0].options_changed()
+
+    return setter
 
 
 def _refusing(base: type[nn.Module], method: str, accepted: bool | None) -> Callable[..., Any]:
@@ -112,8 +133,8 @@ def _refusing(base: type[nn.Module], method: str, accepted: bool | None) -> Call
         if accepted is not None and given is accepted:
             return
         raise UnsupportedOption(
-            f"{type(self).__name__}.{method}: the model is captured by fsdp_hooks, which read FSDP2's options at "
-            "install and would not see this change: set it before fsdp_hooks.install where install supports it, "
+            f"{type(self).__name__}.{method}: the model is captured by fsdp_hooks, which read this option of FSDP2 at "
+            "install and would not see the change: set it before fsdp_hooks.install where install supports it, "
             "or call fsdp_hooks.uninstall(model) first"
         )
 

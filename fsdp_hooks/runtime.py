@@ -4,6 +4,9 @@ While the forward of an FSDP module runs, its *unit* is open and reading one of 
 full tensor, gathered when the module is entered and kept until it returns: one gather and one gradient reduction
 for a parameter however often it is read (tied weights), as FSDP2 does. Outside, reading gives FSDP2's sharded
 ``DTensor``, so optimizers, ``state_dict`` and checkpoints see what they always saw.
+
+The unit of ``fully_shard([a, b])`` is opened by whichever of its modules runs first and closed when all have run, or
+else when the root returns.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .operator import unshard
+from .operator import UnshardArgs, unshard
 from .spec import ParamSpec
 
 BINDINGS = "_fsdp_hooks_bindings"
 UNIT = "_fsdp_hooks_unit"
-FORWARD = "_fsdp_hooks_forward"
+METHODS = "_fsdp_hooks_methods"
 
 
 class Unit:
-    """The parameters that FSDP2 gathers together for one ``fully_shard`` module, and its precision policy."""
+    """The parameters that FSDP2 gathers together for one ``fully_shard`` call, and its precision policy."""
 
     def __init__(
         self,
@@ -38,14 +41,23 @@ class Unit:
         device: torch.device,
         cast_inputs_to: torch.dtype | None,
         cast_outputs_to: torch.dtype | None,
+        members: int = 1,
+        casts_every_member: bool = True,
     ) -> None:
         self.name = name
         self.device = device
         self.moves_inputs = is_root and device.type != "cpu"
         self.cast_inputs_to = cast_inputs_to
         self.cast_outputs_to = cast_outputs_to
+        self.members = members
+        self.casts_every_member = casts_every_member
         self.sources: tuple[tuple[nn.Module, str, ParamSpec], ...] = ()
+        self.accumulated: dict[str, Accumulated] = {}
+        self.shared_below: tuple[Unit, ...] = ()
+        self.options_changed: Callable[[], None] | None = None
         self.full: dict[str, torch.Tensor] | None = None
+        self.depth = 0
+        self.ran: tuple[int, ...] = ()
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Open the unit: gather its parameters; move (root only) and cast the inputs as FSDP2's pre-forward does.
@@ -53,24 +65,91 @@ class Unit:
         All of them here, not each where it is first read: a read may happen inside a checkpointed region, which
         Dynamo lets read from outside but not write. What is never read is dead code in the graph.
         """
-        self.full = {spec.fqn: gather(module._parameters[name], spec) for module, name, spec in self.sources}
+        first = self.full is None
+        if first:
+            self.full = {spec.fqn: self._gather(module._parameters[name], spec) for module, name, spec in self.sources}
+        self.depth += 1
         if self.moves_inputs:
             args, kwargs = _map(self._to_device, args), _map(self._to_device, kwargs)
-        if self.cast_inputs_to is not None:
+        if self.cast_inputs_to is not None and (first or self.casts_every_member):
             dtype = self.cast_inputs_to
             args, kwargs = _map(lambda x: _cast(x, dtype), args), _map(lambda x: _cast(x, dtype), kwargs)
         return args, kwargs
 
-    def leave(self, output: Any) -> Any:
-        """Close the unit; cast the outputs."""
-        self.full = None
-        if self.cast_outputs_to is not None:
+    def leave(self, output: Any, member: int = 0) -> Any:
+        """Close the unit once every member has run; cast the outputs."""
+        self.depth -= 1
+        if self.members > 1 and member not in self.ran:
+            self.ran = (*self.ran, member)
+        last = self.depth == 0 and (self.members == 1 or len(self.ran) == self.members)
+        if last:
+            self.close()
+        if self.cast_outputs_to is not None and (last or self.casts_every_member):
             dtype = self.cast_outputs_to
             output = _map(lambda x: _cast(x, dtype), output)
         return output
 
+    def close(self) -> None:
+        """Let go of the full parameters; the root's also of those whose modules did not all run."""
+        self.full = None
+        self.depth = 0
+        if self.members > 1:
+            self.ran = ()
+        for unit in self.shared_below:
+            unit.close()
+
     def _to_device(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device)
+
+    def _gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
+        accumulated = self.accumulated.get(spec.fqn) if torch.is_grad_enabled() else None
+        return gather(sharded, spec, device=self.device, accumulated=accumulated)
+
+
+class Accumulated:
+    """What one parameter's gradients add up to while backward does not communicate, or not over all axes.
+
+    Each is a leaf of stride 0, allocated only through its ``grad``.
+    """
+
+    def __init__(self) -> None:
+        self.unreduced: torch.Tensor | None = None
+        self.reduced: torch.Tensor | None = None
+
+    def prepare(self, spec: ParamSpec, device: torch.device) -> None:
+        """Make the leaf that ``spec.args.sync`` asks for, if it is not there."""
+        dtype = spec.args.accumulate_dtype or spec.dtype
+        if spec.args.sync == "none" and self.unreduced is None:
+            self.unreduced = _leaf(spec.accumulator_shape, dtype, device)
+        elif spec.args.sync == "shard" and self.reduced is None:
+            self.reduced = _leaf(spec.accumulator_shape, dtype, device)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a gradient is still to be reduced."""
+        return any(leaf is not None and leaf.grad is not None for leaf in (self.unreduced, self.reduced))
+
+    def unshard(self, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
+        """Gather; backward adds to these, or takes what is there. The forward that will communicate takes it."""
+        if args.sync == "none":
+            return unshard(shard, args, accumulator=self.unreduced)
+        pending = _take(self.unreduced)
+        if args.sync == "shard":
+            return unshard(shard, args, accumulator=self.reduced, pending=pending)
+        return unshard(shard, args, pending=pending, partial=_take(self.reduced))
+
+
+def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
+
+
+def _take(leaf: torch.Tensor | None) -> torch.Tensor | None:
+    if leaf is None or leaf.grad is None:
+        return None
+    gradient = leaf.grad
+    leaf.grad = None
+    return gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +165,17 @@ class Binding:
         return sharded if full is None else full[self.spec.fqn]
 
 
-def gather(sharded: Any, spec: ParamSpec) -> torch.Tensor:
-    """The full parameter of ``sharded``, FSDP2's DTensor; for tensor-parallel models the DTensor FSDP2 was given."""
-    full = unshard(sharded.to_local(), spec.args)
+def gather(
+    sharded: Any, spec: ParamSpec, *, device: torch.device | None = None, accumulated: Accumulated | None = None
+) -> torch.Tensor:
+    """The full parameter of ``sharded``, FSDP2's DTensor; for tensor-parallel models the DTensor FSDP2 was given.
+
+    ``device``: where the full one is wanted; the shard may wait on the CPU (``CPUOffloadPolicy``).
+    """
+    shard = sharded.to_local()
+    if device is not None and shard.device.type != device.type:
+        shard = shard.to(device, non_blocking=True)
+    full = unshard(shard, spec.args) if accumulated is None else accumulated.unshard(shard, spec.args)
     layout = spec.model_parallel
     if layout is None:
         return full
@@ -98,46 +185,50 @@ def gather(sharded: Any, spec: ParamSpec) -> torch.Tensor:
 
 
 def capturing_class(
-    base: type[nn.Module], names: tuple[str, ...], *, has_unit: bool, methods: Mapping[str, Callable[..., Any]]
+    base: type[nn.Module],
+    names: tuple[str, ...],
+    *,
+    gathering: tuple[str, ...],
+    methods: Mapping[str, Callable[..., Any]],
 ) -> type[nn.Module]:
     """A subclass of ``base`` that captures.
 
-    Each of ``names`` is read through its :class:`Binding`. With ``has_unit``, ``forward`` opens and closes the
-    module's unit: in ``forward`` and not in hooks, because ``torch.compile`` of a module leaves its hooks outside
-    the graph (``OptimizedModule._initialize``, torch/_dynamo/eval_frame.py).
+    Each of ``names`` is read through its :class:`Binding`. Each method in ``gathering``, ``forward`` first of all,
+    opens and closes the module's unit: in ``forward`` and not in hooks, because ``torch.compile`` of a module leaves
+    its hooks outside the graph (``OptimizedModule._initialize``, torch/_dynamo/eval_frame.py).
     """
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return base(*args, **kwargs)  # a slice of a container is a plain new container, not a captured one
 
     body: dict[str, Any] = {name: _reader(name) for name in names}
-    if has_unit:
-        body["forward"] = _forward(base)
+    body.update((name, _gathering(base, name)) for name in gathering)
     body.update(methods)
     body.update(__new__=new, __module__=base.__module__, __qualname__=base.__qualname__)
     return type(base.__name__, (base,), body)
 
 
-def _forward(base: type[nn.Module]) -> Callable[..., Any]:
-    inner = base.forward
+def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
+    inner = getattr(base, name, None)  # None: the user put it on the instance
 
-    @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a try block would keep Dynamo from going on after a graph break
             return run(self, *args, **kwargs)
         try:
             return run(self, *args, **kwargs)
-        finally:
-            self.__dict__[UNIT].full = None
+        except BaseException:
+            self.__dict__[UNIT][0].close()
+            raise
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unit: Unit = self.__dict__[UNIT]
+        unit, member = self.__dict__[UNIT]
         args, kwargs = unit.enter(args, kwargs)
-        if FORWARD in self.__dict__:  # the user had replaced forward on this one instance
-            return unit.leave(self.__dict__[FORWARD](*args, **kwargs))
-        return unit.leave(inner(self, *args, **kwargs))
+        if name in self.__dict__[METHODS]:  # the user had replaced it on this one instance
+            return unit.leave(self.__dict__[METHODS][name](*args, **kwargs), member)
+        assert inner is not None
+        return unit.leave(inner(self, *args, **kwargs), member)
 
-    return forward
+    return method if inner is None else functools.wraps(inner)(method)
 
 
 def _reader(name: str) -> property:

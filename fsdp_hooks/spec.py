@@ -36,6 +36,8 @@ class ParamSpec:
     model_parallel: ModelParallel | None
     trainable: bool
     dtype: torch.dtype
+    shape: tuple[int, ...]
+    """This rank's unsharded shape; under tensor parallelism that of its local tensor."""
 
     @property
     def fqn(self) -> str:
@@ -52,6 +54,13 @@ class ParamSpec:
         """Dtype on the wire of the gradient collectives."""
         return self.args.reduce_dtype or self.gather_dtype
 
+    @property
+    def accumulator_shape(self) -> tuple[int, ...]:
+        """Shape of a gradient that backward leaves unreduced (``"none"``) or reduced, still padded (``"shard"``)."""
+        if self.args.sync == "none":
+            return self.shape
+        return (*self.shape[: self.args.dim], self.args.chunk, *self.shape[self.args.dim + 1 :])
+
 
 def read_spec(param: Any, group: Any, *, fqn: str, param_group: str) -> ParamSpec:
     """Read one ``FSDPParam`` of an ``FSDPParamGroup`` whose lazy initialisation has run."""
@@ -60,7 +69,11 @@ def read_spec(param: Any, group: Any, *, fqn: str, param_group: str) -> ParamSpe
     wire_dtype = reduce_dtype or param_dtype or param.sharded_param.dtype
     device_type = param.sharded_param.device.type
     predivide, postdivide, reduce_op, replicate_op = compat.divide_factors(group, wire_dtype, device_type)
+    factor = compat.custom_divide_factor(group)
     assert shard is not None
+    if factor is not None and (shard.size() == 1 or not is_plain(reduce_op)):
+        # NCCL multiplies inside the reduction (PREMUL_SUM), and one shard is only divided: here, a division before.
+        predivide, reduce_op = factor * (predivide or 1.0), dist.ReduceOp.SUM
     args = UnshardArgs(
         version=PAYLOAD_VERSION,
         producer=PRODUCER,
@@ -80,22 +93,33 @@ def read_spec(param: Any, group: Any, *, fqn: str, param_group: str) -> ParamSpe
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         reshard_after_forward=compat.resharded_after_forward(group),
+        sync=compat.sync_of(group),
     )
-    return ParamSpec(args, _model_parallel(param), param.sharded_param.requires_grad, param.sharded_param.dtype)
+    return ParamSpec(
+        args,
+        _model_parallel(param),
+        param.sharded_param.requires_grad,
+        param.sharded_param.dtype,
+        tuple(param._orig_size),
+    )
+
+
+def is_plain(op: Any) -> bool:
+    """Whether a ``ReduceOp`` has a functional-collective name."""
+    return op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
 
 
 def reduce_op_name(op: Any, fqn: str) -> str:
     """The functional-collective name of a ``ReduceOp``.
 
     Raises:
-        UnsupportedOption: the operation has no functional form (``PREMUL_SUM`` of a custom divide factor).
+        UnsupportedOption: the operation has no functional form.
     """
     for candidate, name in ((dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg")):
         if op == candidate:
             return name
     raise UnsupportedOption(
-        f"parameter {fqn!r}: expected a gradient reduction of SUM or AVG, found {op}: remove the custom gradient "
-        "divide factor, or train this model with eager FSDP2"
+        f"parameter {fqn!r}: expected a gradient reduction of SUM or AVG, found {op}: train this model with eager FSDP2"
     )
 
 

@@ -13,6 +13,19 @@ from .spec import ParamSpec, read_spec
 
 
 @dataclass(frozen=True, slots=True)
+class Managed:
+    """What one ``fully_shard`` call took as one: its state, its modules with their names, in `named_modules` order."""
+
+    state: Any
+    modules: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name; several modules are joined as FSDP2 joins them."""
+        return ", ".join(name for name, _ in self.modules)
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """One FSDP2 parameter where it was found."""
 
@@ -25,6 +38,15 @@ class Found:
     def spec(self) -> ParamSpec:
         """FSDP2's decisions about it, as a frozen value."""
         return read_spec(self.param, self.group, fqn=self.fqn, param_group=self.param_group)
+
+
+def managed(model: nn.Module) -> list[Managed]:
+    """Everything that ``fully_shard`` was applied to, each once."""
+    found: dict[int, tuple[Any, list[tuple[str, nn.Module]]]] = {}
+    for name, module in compat.fsdp_modules(model):
+        state = compat.state_of(module, name)
+        found.setdefault(id(state), (state, []))[1].append((name, module))
+    return [Managed(state, tuple(modules)) for state, modules in found.values()]
 
 
 def outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -45,13 +67,18 @@ def attribute_names(model: nn.Module) -> dict[tuple[int, str], str]:
     }
 
 
-def parameters_of(name: str, module: nn.Module, names: dict[tuple[int, str], str]) -> Iterator[Found]:
-    """The parameters that FSDP2 gathers for one FSDP module, in its order; tied parameters once."""
-    for group in compat.groups_of(compat.state_of(module, name), name):
-        for param in compat.params_of(group, name):
+def parameters_of(one: Managed, names: dict[tuple[int, str], str]) -> Iterator[Found]:
+    """The parameters that FSDP2 gathers for one ``fully_shard`` call, in its order; tied parameters once.
+
+    A placement function that gives parameters meshes of their own makes several groups (torch 2.12 and later): they
+    are ``name``, ``name#1`` and so on.
+    """
+    for index, group in enumerate(compat.groups_of(one.state, one.name)):
+        for param in compat.params_of(group, one.name):
             owners = tuple(compat.owners_of(param))
             owner, attribute = owners[0]
-            yield Found(param, group, owners, names.get((id(owner), attribute), attribute), name)
+            fqn = names.get((id(owner), attribute), attribute)
+            yield Found(param, group, owners, fqn, one.name if index == 0 else f"{one.name}#{index}")
 
 
 def specs_of(model: nn.Module) -> list[ParamSpec]:
@@ -59,4 +86,4 @@ def specs_of(model: nn.Module) -> list[ParamSpec]:
     for name, root in outermost(model):
         compat.finish_lazy_init(root, name)
     names = attribute_names(model)
-    return [found.spec() for name, module in compat.fsdp_modules(model) for found in parameters_of(name, module, names)]
+    return [found.spec() for one in managed(model) for found in parameters_of(one, names)]

@@ -122,14 +122,15 @@ def test_the_full_tensor_is_not_the_shard() -> None:
 def test_schema_fake_and_aot_agree_with_the_real_operator(changes: dict[str, Any]) -> None:
     torch.library.opcheck(
         torch.ops.fsdp_hooks.unshard.default,
-        (torch.ones(4, 2, requires_grad=True), *replicate(**changes)),
+        (torch.ones(4, 2, requires_grad=True), None, None, None, *replicate(**changes)),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )
 
 
 def test_arguments_are_in_schema_order() -> None:
     schema = torch.ops.fsdp_hooks.unshard.default._schema
-    assert tuple(argument.name for argument in schema.arguments) == ("shard", *UnshardArgs._fields)
+    tensors = "shard", "accumulator", "pending", "partial"
+    assert tuple(argument.name for argument in schema.arguments) == (*tensors, *UnshardArgs._fields)
 
 
 @pytest.mark.parametrize(("size", "ranks", "chunk"), [(4, 2, 2), (5, 2, 3), (1, 4, 1), (7, 4, 2), (8, 1, 8)])
