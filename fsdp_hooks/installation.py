@@ -15,9 +15,10 @@ from torch import nn
 import collective_identity
 
 from . import compat, refusals
+from .accumulated import Accumulated
 from .errors import InstallError
 from .expected import expected_collectives
-from .runtime import BINDINGS, METHODS, UNIT, Accumulated, Binding, Unit, capturing_class
+from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capturing_class
 from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
 
 logger = logging.getLogger("collective_identity.fsdp_hooks")
@@ -54,8 +55,10 @@ class _Planned:
         for found in self.found:
             spec = found.spec()
             unit.sources += ((*found.owners[0], spec),)
-            if spec.trainable and spec.args.sync != "all":
-                unit.accumulated.setdefault(spec.fqn, Accumulated()).prepare(spec, unit.device)
+            if spec.trainable and spec.args.sync != "all" and spec.fqn not in unit.accumulated:
+                unit.accumulated[spec.fqn] = Accumulated(spec.fqn, found.param.sharded_param)
+            if spec.fqn in unit.accumulated:
+                unit.accumulated[spec.fqn].prepare(spec, unit.device)
             for owner, attribute in found.owners:
                 if BINDINGS in owner.__dict__:
                     owner.__dict__[BINDINGS][attribute] = Binding(unit, spec)
@@ -136,6 +139,9 @@ def uninstall(model: nn.Module) -> nn.Module:
                     "forward and backward with set_requires_gradient_sync(True) and set_requires_all_reduce(True) first"
                 )
     del model.__dict__[_INSTALLED]
+    for plan in installation.plans:
+        for accumulated in plan.unit.accumulated.values():
+            accumulated.end()
     for module, original in reversed(installation.classes):
         module.__class__ = original
     for hooks, key, original_hook in installation.hooks:

@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .operator import UnshardArgs, unshard
+from .accumulated import Accumulated
+from .operator import unshard
 from .spec import ParamSpec
 
 BINDINGS = "_fsdp_hooks_bindings"
@@ -104,52 +105,6 @@ class Unit:
     def _gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
         accumulated = self.accumulated.get(spec.fqn) if torch.is_grad_enabled() else None
         return gather(sharded, spec, device=self.device, accumulated=accumulated)
-
-
-class Accumulated:
-    """What one parameter's gradients add up to while backward does not communicate, or not over all axes.
-
-    Each is a leaf of stride 0, allocated only through its ``grad``.
-    """
-
-    def __init__(self) -> None:
-        self.unreduced: torch.Tensor | None = None
-        self.reduced: torch.Tensor | None = None
-
-    def prepare(self, spec: ParamSpec, device: torch.device) -> None:
-        """Make the leaf that ``spec.args.sync`` asks for, if it is not there."""
-        dtype = spec.args.accumulate_dtype or spec.dtype
-        if spec.args.sync == "none" and self.unreduced is None:
-            self.unreduced = _leaf(spec.accumulator_shape, dtype, device)
-        elif spec.args.sync == "shard" and self.reduced is None:
-            self.reduced = _leaf(spec.accumulator_shape, dtype, device)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a gradient is still to be reduced."""
-        return any(leaf is not None and leaf.grad is not None for leaf in (self.unreduced, self.reduced))
-
-    def unshard(self, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
-        """Gather; backward adds to these, or takes what is there. The forward that will communicate takes it."""
-        if args.sync == "none":
-            return unshard(shard, args, accumulator=self.unreduced)
-        pending = _take(self.unreduced)
-        if args.sync == "shard":
-            return unshard(shard, args, accumulator=self.reduced, pending=pending)
-        return unshard(shard, args, pending=pending, partial=_take(self.reduced))
-
-
-def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
-
-
-def _take(leaf: torch.Tensor | None) -> torch.Tensor | None:
-    if leaf is None or leaf.grad is None:
-        return None
-    gradient = leaf.grad
-    leaf.grad = None
-    return gradient
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,6 +111,8 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
             continue
         if cached:
             notes.append(f"{want.models[0]}: from cache, so what was captured is unknown")
+        elif not want.count:
+            notes.append(f"{want.models[0]}: declared no collectives, and no graph holds any: one rank a group")
         else:
             n = sum(v or 0 for v in want.count.values())
             failures.append(
