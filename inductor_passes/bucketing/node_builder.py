@@ -42,6 +42,17 @@ def views_of(value: FakeTensor, cut: Callable[[torch.Tensor], Sequence[torch.Ten
         return [FakeTensor(mode, piece, value.device) for piece in pieces]
 
 
+def fresh_like(value: FakeTensor) -> torch.Tensor:
+    """A fake tensor of the same shape, strides, element type and device, with memory of its own; see `views_of`."""
+    kernel_only = getattr(fake_tensor, "in_kernel_invocation_manager", None)
+    if kernel_only is None:
+        with value.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    with kernel_only(value.fake_mode):
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, made, value.device)
+
+
 class NodeBuilder:
     """Adds nodes with their ``meta['val']``, each computed once by the operator itself on fake tensors."""
 
@@ -70,6 +81,11 @@ class NodeBuilder:
         node.meta["val"] = value
         into.append(node)
         return node
+
+    def like_both(self, one: fx.Node, other: fx.Node) -> Any:
+        """The value of an operator that combines two tensors alike element by element; None: ask the operator."""
+        a, b = self.value(one), self.value(other)
+        return fresh_like(a) if a.stride() == b.stride() else None
 
     def reshape(self, node: fx.Node, shape: Sequence[int], into: list[fx.Node]) -> fx.Node:
         """The node itself when it has the shape already."""
