@@ -8,7 +8,7 @@ from torch import fx
 
 from collective_identity import Identity, Source, classify, normalize
 
-from .bucketing import apply_plan, plan_buckets
+from .bucketing import bucket_collectives
 from .contract import GraphPass, LiteBehaviour, PassContext, PassContract, PassOutcome
 from .dedup import dedup_reduce_scatters
 from .fusion import fuse_tensor_parallel
@@ -95,10 +95,8 @@ class Bucket:
             node: identity if identity is not None and identity.source is Source.EXPLICIT else None
             for node, identity in classify(gm).items()
         }
-        plan = plan_buckets(
+        plan = bucket_collectives(
             gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
             mixed_dtypes=options.mixed_dtypes, identities=identities,
         )
-        summary = plan.to_dict()
-        changed = apply_plan(gm, plan)
-        return PassOutcome(changed=changed, summary=summary)
+        return PassOutcome(changed=bool(plan.buckets), summary=plan.to_dict())

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
+from collective_identity.compat import collector_paused
 from collective_identity.identity import Identity
 from collective_identity.transports import Transport
 
@@ -51,7 +52,9 @@ def bucket_collectives(
     Raises:
         ValueError: an unknown kind or order, a cap that is not positive.
     """
-    plan = plan_buckets(gm, kinds=kinds, cap_mb=cap_mb, order=order, fqns=fqns, mixed_dtypes=mixed_dtypes,
-                        identities=identities)
-    apply_plan(gm, plan)
+    with collector_paused():
+        plan = plan_buckets(
+            gm, kinds=kinds, cap_mb=cap_mb, order=order, fqns=fqns, mixed_dtypes=mixed_dtypes, identities=identities
+        )
+        apply_plan(gm, plan)
     return plan

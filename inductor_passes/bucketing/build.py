@@ -53,7 +53,8 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
     launch: list[fx.Node] = []
     flat = [_flat(build, node, rows, key.dtype, launch) for node in sent]
     sizes = [build.size(node, -1, launch) for node in flat]
-    joined = build.call(_ATEN.cat.default, (flat, 1) if rows > 1 else (flat,), launch)
+    along = (1,) if rows > 1 else ()
+    joined = build.call(_ATEN.cat.default, (flat, *along), launch, build.joined(flat, *along or (0,)))
     joined = build.reshape(joined, [_elements(joined)], launch)
     shapes = [_shape(build, m, s, key.transport, ranks, launch) for m, s in zip(members, sent, strict=True)]
     start = build.call(default_overload(key.transport), _arguments(joined, bucket), launch)

@@ -46,7 +46,7 @@ def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
             for member, item, result in zip(bucket.members, items.results, built.results, strict=True):
                 emitted[item] = result
                 replaced.update((wait, result[-1]) for wait in waits_of(member))
-    _redirect_users(replaced)
+    redirect_users(replaced)
     members = [m for b in plan.buckets for m in b.members]
     final = [n for item in sequence for n in emitted.get(item) or (layout.nodes[item],)]
     gone = {*members, *replaced}
@@ -60,7 +60,7 @@ def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
     return True
 
 
-def _redirect_users(replaced: Mapping[fx.Node, fx.Node]) -> None:
+def redirect_users(replaced: Mapping[fx.Node, fx.Node]) -> None:
     """Give every user the new nodes, each user once: a graph's output may use them all."""
 
     def new(node: fx.Node) -> fx.Node:

@@ -89,6 +89,15 @@ class NodeBuilder:
         a, b = self.value(one), self.value(other)
         return fresh_like(a) if a.stride() == b.stride() else None
 
+    def joined(self, nodes: Sequence[fx.Node], dim: int) -> Any:
+        """The value of a ``cat`` of contiguous tensors without symbols; None: ask the operator."""
+        first = self.value(nodes[0])
+        if not isinstance(first, FakeTensor) or not all(is_static(node.meta["val"]) for node in nodes):
+            return None
+        shape = list(first.shape)
+        shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
+        return views_of(first, lambda v: [v.new_empty(shape)])[0]
+
     def laid_out(self, shape: Sequence[int], dim: int, like: fx.Node) -> torch.Tensor:
         """A value of ``shape``, contiguous but for ``dim``, which comes first in memory."""
         value = self.value(like)

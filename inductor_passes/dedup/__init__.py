@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from collective_identity.compat import collector_paused
 from collective_identity.identity import Identity
 
 from .decide import PASS_NAME, Mixed, plan_dedup
@@ -31,6 +32,7 @@ def dedup_reduce_scatters(
     Raises:
         ValueError: an unknown ``mixed``.
     """
-    plan = plan_dedup(gm, mixed=mixed, identities=identities)
-    apply_dedup(gm, plan)
+    with collector_paused():
+        plan = plan_dedup(gm, mixed=mixed, identities=identities)
+        apply_dedup(gm, plan)
     return plan

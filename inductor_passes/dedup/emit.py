@@ -11,6 +11,7 @@ from torch import fx
 from collective_identity import store
 from collective_identity.transports import WAIT, Transport, default_overload, launch_of
 
+from ..bucketing.emit import redirect_users
 from ..bucketing.node_builder import NodeBuilder, mode_of
 from .decide import PASS_NAME
 from .plan import DedupPlan, Merge
@@ -42,8 +43,13 @@ def apply_dedup(gm: fx.GraphModule, plan: DedupPlan) -> bool:
     for merge in plan.merges:
         instead.update(_emit(gm.graph, merge))
         sums[merge.sum.root] = merge.sum
+    replaced: dict[fx.Node, fx.Node] = {}
+    gone: list[fx.Node] = []
     for one in sums.values():
-        _shorten(gm.graph, one, instead)
+        gone += _shorten(one, instead, replaced)
+    redirect_users({root: _final(root, replaced) for root in replaced})
+    for add in sorted(gone, reverse=True):
+        gm.graph.erase_node(add)
     for merge in plan.merges:
         for start in merge.members:
             (wait,) = start.users
@@ -83,25 +89,33 @@ def _emit(graph: fx.Graph, merge: Merge) -> Mapping[fx.Node, fx.Node | None]:
     return {**dict.fromkeys(waits[:-1]), waits[-1]: wait}
 
 
-def _shorten(graph: fx.Graph, one: Sum, instead: Mapping[fx.Node, fx.Node | None]) -> None:
-    """Take the merged addends out of a sum: an addition that is left with one operand is that operand."""
+def _shorten(
+    one: Sum, instead: Mapping[fx.Node, fx.Node | None], replaced: dict[fx.Node, fx.Node]
+) -> list[fx.Node]:
+    """Take the merged addends out of a sum: an addition that is left with one operand is that operand.
+
+    Returns:
+        The additions that are no longer needed; what stands for the root is put into ``replaced``.
+    """
     now: dict[fx.Node, fx.Node | None] = {}
-    gone = []
     for add in one.adds:
         old = [a for a in add.args if isinstance(a, fx.Node)]
         left = [new for new in (now[a] if a in now else instead.get(a, a) for a in old) if new is not None]
-        if len(left) == 2:
-            if left != old:
-                add.args = tuple(left)
-            continue
-        now[add] = left[0] if left else None
-        gone.append(add)
-    if gone and gone[-1] is one.root:
-        result = now[one.root]
-        assert result is not None, "the last member stands for all"
-        one.root.replace_all_uses_with(result)
-    for add in reversed(gone):
-        graph.erase_node(add)
+        if len(left) < 2:
+            now[add] = left[0] if left else None
+        elif left != old:
+            add.args = tuple(left)
+    result = now.get(one.root)
+    if result is not None:
+        replaced[one.root] = result
+    return list(now)
+
+
+def _final(root: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """What stands for a root in the end: its result may be another root."""
+    while root in replaced:
+        root = replaced[root]
+    return root
 
 
 def _sent(member: fx.Node) -> fx.Node:
