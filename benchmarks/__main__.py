@@ -8,6 +8,8 @@ import sys
 NAMES = {
     "train": "step time, tokens/s, peak memory and losses of each way to run FSDP2 (start with torchrun)",
     "classify": "what each collective is: ours against torch's own, growth with the graph, networkx's share",
+    "bucketing": "merging gathers: ours against torch's own, memory, growth with the graph",
+    "dedup": "scattering a sum once: ours against torch's own, growth with the graph",
     "identity": "what identities cost: compile time and metadata memory per collective",
 }
 

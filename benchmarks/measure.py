@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,24 @@ def best_of(times: int, run: Callable[[], T]) -> tuple[float, T]:
         result = run()
         seconds.append(time.process_time() - start)
     return min(seconds), result  # type: ignore[return-value]
+
+
+def peak_mb() -> float:
+    """The most memory this process ever had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+@contextmanager
+def one_process(ranks: int) -> Iterator[str]:
+    """A pretended world of so many ranks in one process; its group's name."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield dist.group.WORLD.group_name  # type: ignore[union-attr]
+    finally:
+        dist.destroy_process_group()
 
 
 class Stopwatch:

@@ -19,24 +19,29 @@ PER_UNIT = 17
 
 
 class Nodes:
-    """A graph that grows; every node has the same fake value, which no rule of these graphs looks at."""
+    """A graph that grows; every input has the same fake value, and so has what no shape rule looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...] = (4, 4)) -> None:
         with FakeTensorMode():
-            self.value = torch.empty(4, 4)
+            self.value = torch.empty(shape)
+            self.gathered = torch.empty(shape[0] * 2, *shape[1:])
+            self.scattered = torch.empty(shape[0] // 2, *shape[1:])
         self.graph = fx.Graph()
 
     def placeholder(self, name: str) -> fx.Node:
-        return self._with_value(self.graph.placeholder(name))
+        return self._with_value(self.graph.placeholder(name), self.value)
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        return self._with_value(self.graph.call_function(target, args))
+    def call(self, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
+        """A node with the value of ``like``, or of the inputs."""
+        return self._with_value(self.graph.call_function(target, args), like.meta["val"] if like else self.value)
 
-    def all_gather(self, sent: fx.Node) -> fx.Node:
-        return self.call(default_overload(Transport.ALL_GATHER), sent, 2, GROUP)
+    def all_gather(self, sent: fx.Node, group: str = GROUP) -> fx.Node:
+        target = default_overload(Transport.ALL_GATHER)
+        return self._with_value(self.graph.call_function(target, (sent, 2, group)), self.gathered)
 
-    def reduce_scatter(self, sent: fx.Node) -> fx.Node:
-        return self.call(default_overload(Transport.REDUCE_SCATTER), sent, "avg", 2, GROUP)
+    def reduce_scatter(self, sent: fx.Node, group: str = GROUP) -> fx.Node:
+        target = default_overload(Transport.REDUCE_SCATTER)
+        return self._with_value(self.graph.call_function(target, (sent, "avg", 2, group)), self.scattered)
 
     def module(self, *outputs: fx.Node) -> fx.GraphModule:
         """The module around the graph; no code is generated, which for a million nodes would take minutes."""
@@ -46,8 +51,8 @@ class Nodes:
         self.graph.owning_module = gm
         return gm
 
-    def _with_value(self, node: fx.Node) -> fx.Node:
-        node.meta["val"] = self.value
+    def _with_value(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
+        node.meta["val"] = value
         return node
 
 

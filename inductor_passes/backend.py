@@ -6,7 +6,7 @@ it into every later compile of that graph: a lazy backward may compile in autogr
 
 Order of one compile: joint graph: reshard marks; then for each of forward, backward and inference: the user's
 ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
-normalise, classify, bucket; then the final table, and before the first run the agreement between ranks.
+`passes.graph_passes`; then the final table, and before the first run the agreement between ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .contract import PassContext
 from .lite_mode import LiteState, lite_state
 from .manager import Pipeline, run_user_passes
 from .options import BackendOptions, parse_options
-from .passes import Bucket, Normalize
+from .passes import graph_passes
 from .reshard import Reshard
 
 logger = logging.getLogger("collective_identity.inductor_passes")
@@ -160,7 +160,7 @@ class _Compile:
         log = self._session.begin_graph(kind, self._name, NAME)
         start = time.perf_counter()
         try:
-            graph = _Graph(gm, self._context(kind, gm, log), log, bucketing=self._options.bucketing)
+            graph = _Graph(gm, self._context(kind, gm, log), log)
             self._graphs[kind] = graph
             yield graph
         except BaseException as error:
@@ -218,9 +218,9 @@ class _Compile:
 class _Graph:
     """One forward, backward or inference graph: before, transformed, after."""
 
-    def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog, *, bucketing: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog) -> None:
         self.kind, self._context, self._log = context.kind, context, log
-        self._pipeline = Pipeline([Normalize(), *([Bucket()] if bucketing else [])])
+        self._pipeline = Pipeline(graph_passes(context.options))
         self.transformed = False
         self.rows_known = True
         self._groups: tuple[str, ...] | None = None

@@ -16,6 +16,7 @@ from .upstream import inductor_option_exists, mode_options
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 ORDERS = ("param_group", "graph", "fqn")
 INNER = ("inductor", "aot_eager")
+DEDUP = ("off", "drop", "refuse")
 
 
 class OptionError(ValueError):
@@ -33,6 +34,12 @@ class BackendOptions:
         cap_mb: size limit of a bucket in MiB, one for all or one by bucket index; None: no limit.
         order: ``"param_group"`` (what FSDP2 gathers together), ``"graph"`` (across parameter groups in graph
             order, up to the cap) or ``"fqn"`` (by parameter name).
+        fqns: names in the order that ``"fqn"`` follows; by number and letter where it is empty.
+        mixed_dtypes: gathers of several element types may share a bucket, sent as bytes.
+        dedup: ``"off"``; ``"drop"``: ``RS(a) + RS(b)`` becomes ``RS(a + b)``, which reassociates the sum, and mixed
+            roles merge without a role; ``"refuse"``: likewise, equal roles only.
+        fusion: fuse all-gather + matmul and matmul + reduce-scatter of tensor parallelism on groups with symmetric
+            memory.
         reshard: honour ``reshard_after_forward`` by gathering again in backward.
         pre_passes: callables run on each forward, backward and inference graph before anything of ours sees it.
             One with a ``uuid()`` keeps the compile caches usable; without it they are off for this compile.
@@ -44,6 +51,10 @@ class BackendOptions:
     kinds: tuple[str, ...] = KINDS
     cap_mb: float | tuple[float, ...] | None = None
     order: str = "param_group"
+    fqns: tuple[str, ...] = ()
+    mixed_dtypes: bool = False
+    dedup: str = "off"
+    fusion: bool = False
     reshard: bool = True
     pre_passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -81,12 +92,17 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
         given = {**mode_options()[mode], **given}
     _one_of("inner", own.get("inner", "inductor"), INNER)
     _one_of("order", own.get("order", "param_group"), ORDERS)
-    for name in ("bucketing", "reshard"):
+    _one_of("dedup", own.get("dedup", "off"), DEDUP)
+    for name in ("bucketing", "fusion", "mixed_dtypes", "reshard"):
         _one_of(name, own.get(name, True), (True, False))
     if "kinds" in own:
         own["kinds"] = _several("kinds", own["kinds"])
         for kind in own["kinds"]:
             _one_of("kinds", kind, KINDS)
+    if "fqns" in own:
+        own["fqns"] = _several("fqns", own["fqns"])
+        if not all(isinstance(one, str) for one in own["fqns"]):
+            raise OptionError(f"option 'fqns' expects parameter names, found {own['fqns']!r}")
     if "cap_mb" in own:
         own["cap_mb"] = _cap(own["cap_mb"])
     if "pre_passes" in own:

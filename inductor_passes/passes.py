@@ -1,4 +1,4 @@
-"""The pipeline's own passes over one graph: normalise and classify, then bucket by role."""
+"""The pipeline's own passes over one graph: normalise, then on request fuse and dedup, then bucket by role."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from torch import fx
 
 from collective_identity import Identity, Source, classify, normalize
 
-from .bucketing import apply_plan, plan_buckets
-from .contract import LiteBehaviour, PassContext, PassContract, PassOutcome
+from .bucketing import bucket_collectives
+from .contract import GraphPass, LiteBehaviour, PassContext, PassContract, PassOutcome
+from .dedup import dedup_reduce_scatters
+from .fusion import fuse_tensor_parallel
+from .options import BackendOptions
+
+
+def graph_passes(options: BackendOptions) -> list[GraphPass]:
+    """The passes that these options ask for, in order: what is fused is no longer there to merge."""
+    passes: list[GraphPass] = [Normalize()]
+    if options.fusion:
+        passes.append(Fuse())
+    if options.dedup != "off":
+        passes.append(Dedup())
+    if options.bucketing:
+        passes.append(Bucket())
+    return passes
 
 
 class Normalize:
@@ -22,6 +37,40 @@ class Normalize:
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Write only where writing is allowed; classification reads a graph that is not normalised as well."""
         return PassOutcome(changed=False if context.read_only else normalize(gm))
+
+
+class Fuse:
+    """Fuse tensor parallelism's collectives with matrix products, where symmetric memory is enabled."""
+
+    contract = PassContract(
+        name="fusion",
+        lite=LiteBehaviour.SKIP,
+        requires=frozenset({"normalized"}),
+        provides=frozenset({"fused"}),
+        stage="graph",
+    )
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
+        """Plan, then emit; the plan goes into the report."""
+        plan = fuse_tensor_parallel(gm)
+        return PassOutcome(changed=bool(plan.fusions), summary=plan.to_dict())
+
+
+class Dedup:
+    """Scatter a sum once instead of its addends one by one."""
+
+    contract = PassContract(
+        name="dedup",
+        lite=LiteBehaviour.SKIP,
+        requires=frozenset({"normalized"}),
+        provides=frozenset({"deduplicated"}),
+        stage="graph",
+    )
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
+        """Plan, then emit; the plan goes into the report."""
+        plan = dedup_reduce_scatters(gm, mixed=context.options.dedup)
+        return PassOutcome(changed=bool(plan.merges), summary=plan.to_dict())
 
 
 class Bucket:
@@ -46,9 +95,8 @@ class Bucket:
             node: identity if identity is not None and identity.source is Source.EXPLICIT else None
             for node, identity in classify(gm).items()
         }
-        plan = plan_buckets(
-            gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, identities=identities
+        plan = bucket_collectives(
+            gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
+            mixed_dtypes=options.mixed_dtypes, identities=identities,
         )
-        summary = plan.to_dict()
-        changed = apply_plan(gm, plan)
-        return PassOutcome(changed=changed, summary=summary)
+        return PassOutcome(changed=bool(plan.buckets), summary=plan.to_dict())

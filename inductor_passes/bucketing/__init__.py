@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
+from collective_identity.compat import collector_paused
 from collective_identity.identity import Identity
 from collective_identity.transports import Transport
 
+from .build import PASS_NAME
 from .decide import UNNAMED_CAP_MB, Order, plan_buckets
-from .emit import PASS_NAME, apply_plan
+from .emit import apply_plan
 from .plan import Bucket, BucketKey, Plan, Refusal
 from .reasons import REASONS
 from .survey import BUCKETED
@@ -37,6 +39,8 @@ def bucket_collectives(
     kinds: Iterable[Transport | str] = BUCKETED,
     cap_mb: float | Sequence[float] | None = None,
     order: str = "param_group",
+    fqns: Sequence[str] = (),
+    mixed_dtypes: bool = False,
     identities: Mapping[fx.Node, Identity | None] | None = None,
 ) -> Plan:
     """Merge FSDP collectives in place and return what was decided; arguments as for `plan_buckets`.
@@ -48,6 +52,9 @@ def bucket_collectives(
     Raises:
         ValueError: an unknown kind or order, a cap that is not positive.
     """
-    plan = plan_buckets(gm, kinds=kinds, cap_mb=cap_mb, order=order, identities=identities)
-    apply_plan(gm, plan)
+    with collector_paused():
+        plan = plan_buckets(
+            gm, kinds=kinds, cap_mb=cap_mb, order=order, fqns=fqns, mixed_dtypes=mixed_dtypes, identities=identities
+        )
+        apply_plan(gm, plan)
     return plan

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
+import torch
 from torch import fx
 
 from collective_identity.classify import classify
@@ -32,6 +35,8 @@ def plan_buckets(
     kinds: Iterable[Transport | str] = BUCKETED,
     cap_mb: float | Sequence[float] | None = None,
     order: str = "param_group",
+    fqns: Sequence[str] = (),
+    mixed_dtypes: bool = False,
     identities: Mapping[fx.Node, Identity | None] | None = None,
 ) -> Plan:
     """Decide which FSDP collectives of a graph become one, and why the others do not. Changes nothing.
@@ -49,7 +54,12 @@ def plan_buckets(
             larger than the cap stays alone; the next is tried. None: no cap where the producer named its
             units or ``order`` is ``"graph"``, `UNNAMED_CAP_MB` for members without a unit otherwise.
         order: ``"param_group"`` keeps to the producer's units, in graph order within one; ``"fqn"`` likewise,
-            sorted by parameter name within one; ``"graph"`` fills buckets in graph order across units.
+            sorted by parameter name within one (``layers.2`` before ``layers.10``), or as `fqns` has them;
+            ``"graph"`` fills buckets in graph order across units.
+        fqns: with ``order="fqn"``, names in the order wanted. ``[n for n, _ in model.named_parameters()]`` lays
+            a unit out as eager FSDP2 does, so that its reductions add up in the same order.
+        mixed_dtypes: gathers of several element types may share a bucket and go as bytes: exact, since a gather
+            only moves them, and aligned, since each piece is copied into memory of its own. Never reductions.
         identities: what `classify` says of this graph; asked for here when None.
 
     Raises:
@@ -64,21 +74,22 @@ def plan_buckets(
     candidates, refusals = survey(nodes, verdicts, wanted)
     if len(candidates) > 1:
         hazards = hazards_of(nodes, (c.launch.inputs[0] for c in candidates))
-        classes = {c.node: _class_of(c, hazards, order) for c in candidates}
+        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes) for c in candidates}
         levels = _levels(nodes, hazards, candidates, classes)
     else:
         hazards = Hazards({}, ())
-        classes = {c.node: _class_of(c, hazards, order) for c in candidates}
+        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes) for c in candidates}
         levels = {c.node: 0 for c in candidates}
     together: dict[_Class, list[Candidate]] = {}
     for c in candidates:
         together.setdefault((classes[c.node], levels[c.node]), []).append(c)
+    rank = {name: i for i, name in enumerate(fqns)}
     buckets: list[Bucket] = []
     alone: list[Candidate] = []
     over_cap: set[fx.Node] = set()
     for members in together.values():
         named = order == "graph" or members[0].identity.param_group is not None
-        for part in _fill(_sorted(members, order), caps or (() if named else (UNNAMED_CAP_MB,))):
+        for part in _fill(_sorted(members, order, rank), caps or (() if named else (UNNAMED_CAP_MB,))):
             if len(part) > 1:
                 buckets.append(_bucket(part, levels[part[0].node], order))
             else:
@@ -93,10 +104,10 @@ def plan_buckets(
     return Plan(tuple(buckets), tuple(refusals), order)
 
 
-def _class_of(c: Candidate, hazards: Hazards, order: str) -> _Class:
+def _class_of(c: Candidate, hazards: Hazards, order: str, mixed_dtypes: bool) -> _Class:
     """What must be equal, but for the level."""
     unit = None if order == "graph" else c.identity.param_group
-    return (*c.family, *c.shared(), c.phase, hazards.epoch(c.position), unit)
+    return (*c.family, *c.shared(mixed_dtypes), c.phase, hazards.epoch(c.position), unit)
 
 
 def _levels(
@@ -122,34 +133,65 @@ def _levels(
     return {c.node: found[c.position] for c in candidates}
 
 
-def _sorted(members: list[Candidate], order: str) -> list[Candidate]:
+def _sorted(members: list[Candidate], order: str, rank: Mapping[str, int]) -> list[Candidate]:
     if order != "fqn":
         return members
-    return sorted(members, key=lambda c: (c.identity.params is None, c.identity.params or (), c.position))
+    last = len(rank)
+
+    def key(c: Candidate) -> tuple[object, ...]:
+        params = c.identity.params or ()
+        places = tuple((rank.get(p, last), _natural(p)) for p in params)
+        return (c.identity.params is None, places, c.position)
+
+    return sorted(members, key=key)
+
+
+def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key by which numbers in a name count as numbers."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
 
 
 def _fill(members: Sequence[Candidate], caps: Sequence[float]) -> list[list[Candidate]]:
-    """Cut a class into buckets: each takes what comes next up to the cap; what exceeds all stays alone."""
+    """Cut a class into buckets: each takes what comes next up to the cap; what exceeds all stays alone.
+
+    A member that stayed alone because the next one did not fit waits for one that does (the smallest waits in
+    front), so that under one cap no two of those left alone fit together in the end.
+    """
     if not caps:
         return [list(members)]
     parts: list[list[Candidate]] = []
+    too_large: list[list[Candidate]] = []
+    waiting: list[tuple[int, int, int, Candidate]] = []  # a heap of (bytes, position, number of the bucket, member)
     part: list[Candidate] = []
-    alone: list[list[Candidate]] = []
-    size, number = 0, 0
+    size, number, used = 0, 0, 0
+
+    def close() -> None:
+        if len(part) == 1:
+            heapq.heappush(waiting, (part[0].nbytes, part[0].position, number, part[0]))
+        elif part:
+            parts.append(part)
+
     for c in members:
         if size + c.nbytes <= _cap(caps, number) * MIB:
             part.append(c)
             size += c.nbytes
             continue
-        earliest = number + 1 if part else number
+        if waiting and waiting[0][0] + c.nbytes <= _cap(caps, waiting[0][2]) * MIB:
+            smallest, _, back, one = heapq.heappop(waiting)
+            close()
+            part, size, number = [one, c], smallest + c.nbytes, back
+            continue
+        earliest = used + 1 if part else used
         later = range(earliest, max(len(caps), earliest + 1))
         fitting = [k for k in later if c.nbytes <= _cap(caps, k) * MIB]
         if not fitting:
-            alone.append([c])
+            too_large.append([c])
             continue
-        parts += [part] if part else []
+        close()
         part, size, number = [c], c.nbytes, fitting[0]
-    return [*([*parts, part] if part else parts), *alone]
+        used = max(used, number)
+    close()
+    return [*parts, *([one] for *_, one in sorted(waiting, key=lambda w: w[1])), *too_large]
 
 
 def _cap(caps: Sequence[float], number: int) -> float:
@@ -159,12 +201,13 @@ def _cap(caps: Sequence[float], number: int) -> float:
 def _bucket(members: Sequence[Candidate], depth: int, order: str) -> Bucket:
     first = members[0]
     assert first.launch.group is not None
+    one_dtype = len({c.dtype for c in members}) == 1
     key = BucketKey(
         role=first.identity.role,
         transport=first.launch.transport,
         group=first.launch.group,
         group_size=first.launch.group_size,
-        dtype=first.dtype,
+        dtype=first.dtype if one_dtype else torch.uint8,
         device=first.device,
         reduce_op=first.launch.reduce_op,
         param_group=None if order == "graph" else first.identity.param_group,
@@ -217,8 +260,8 @@ class _Explanation:
         return Refusal(c.node, reasons.INCOMPATIBLE, f"differs from {relative.node.name} in {differs}")
 
     def _without_phase(self, c: Candidate) -> _Class:
-        *_, unit = self._classes[c.node]
-        return (*c.family, *c.shared(), unit)
+        *same, _phase, _epoch, unit = self._classes[c.node]
+        return (*same, unit)
 
     @staticmethod
     def _other(found: Sequence[Candidate], c: Candidate) -> Candidate | None:

@@ -1,29 +1,19 @@
-"""How does a bucket look in the graph? Builds the nodes of a plan directly and puts everything in order."""
+"""Where do the nodes of a plan stand? Has them built, and puts everything in order."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
 
-import torch
 from torch import fx
 
-from collective_identity import merge, store
-from collective_identity.transports import WAIT, Transport, default_overload, launch_of, waits_of
+from collective_identity.transports import Transport, waits_of
 
+from .build import build_bucket, sent_by
 from .hazards import hazards_of
-from .node_builder import NodeBuilder, mode_of
 from .order import RingError, stable_order
 from .plan import Bucket, Plan
-
-PASS_NAME: Final = "bucketing"
-"""Producer of the identities written here, and the pass named in the provenance records."""
-
-_ATEN: Final = torch.ops.aten
-# Where the code came from, and in which half of the step it runs: taken from the first member.
-_HANDED_ON: Final = ("stack_trace", "nn_module_stack", "partitioner_tag", "autograd_backward")
 
 
 def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
@@ -51,11 +41,12 @@ def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
     replaced: dict[fx.Node, fx.Node] = {}
     with gm.graph.inserting_before(output):
         for bucket, items in zip(plan.buckets, layout.parts, strict=True):
-            built = _emit(gm.graph, bucket, items)
-            emitted.update(built)
-            for member, result in zip(bucket.members, items.results, strict=True):
-                replaced.update((wait, built[result][-1]) for wait in waits_of(member))
-    _redirect_users(replaced)
+            built = build_bucket(gm.graph, bucket)
+            emitted.update({items.launch: built.launch, items.wait: built.wait})
+            for member, item, result in zip(bucket.members, items.results, built.results, strict=True):
+                emitted[item] = result
+                replaced.update((wait, result[-1]) for wait in waits_of(member))
+    redirect_users(replaced)
     members = [m for b in plan.buckets for m in b.members]
     final = [n for item in sequence for n in emitted.get(item) or (layout.nodes[item],)]
     gone = {*members, *replaced}
@@ -69,7 +60,7 @@ def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
     return True
 
 
-def _redirect_users(replaced: Mapping[fx.Node, fx.Node]) -> None:
+def redirect_users(replaced: Mapping[fx.Node, fx.Node]) -> None:
     """Give every user the new nodes, each user once: a graph's output may use them all."""
 
     def new(node: fx.Node) -> fx.Node:
@@ -123,7 +114,7 @@ class _Layout:
     def order(self) -> list[int]:
         """Items in their new order, without the old start and wait nodes of the members."""
         index = {node: i for i, node in enumerate(self.nodes)}
-        inputs = [_sent(m) for b in self.buckets for m in b.members]
+        inputs = [sent_by(m) for b in self.buckets for m in b.members]
         hazards = hazards_of(self.nodes, inputs)
         stands_for: dict[int, int] = {}
         is_old_wait: set[int] = set()
@@ -165,67 +156,3 @@ class _Layout:
             raise ValueError("expected buckets that do not wait for each other, found a ring through the "
                              f"buckets of {names}; use plan_buckets, which builds none") from ring
         return [item for item in ordered if item not in stands_for]
-
-
-def _emit(graph: fx.Graph, bucket: Bucket, items: _Items) -> dict[int, list[fx.Node]]:
-    """Build one bucket; the new nodes by item. A member's result is the last node of its item."""
-    first = bucket.members[0]
-    sent = [_sent(m) for m in bucket.members]
-    build = NodeBuilder(graph, mode_of(sent), {k: first.meta[k] for k in _HANDED_ON if k in first.meta})
-    ranks = bucket.key.group_size or 1
-    if bucket.key.transport is Transport.REDUCE_SCATTER:
-        rows, joined_along, received_rows = ranks, 1, 1
-    else:
-        rows, joined_along = 1, 0
-        received_rows = ranks if bucket.key.transport is Transport.ALL_GATHER else 1
-    sizes = [build.value(n).numel() // rows for n in sent]
-
-    launch: list[fx.Node] = []
-    flat = [
-        build.reshape(node, [rows, size] if rows > 1 else [size], launch)
-        for node, size in zip(sent, sizes, strict=True)
-    ]
-    if rows > 1:
-        joined = build.call(_ATEN.cat.default, (flat, joined_along), launch)
-        joined = build.reshape(joined, [rows * sum(sizes)], launch)
-    else:
-        joined = build.call(_ATEN.cat.default, (flat,), launch)
-    start = build.call(default_overload(bucket.key.transport), _arguments(joined, bucket), launch)
-    _identify(start, bucket)
-
-    wait: list[fx.Node] = []
-    received = build.call(WAIT, (start,), wait)
-    if received_rows > 1:
-        received = build.reshape(received, [received_rows, sum(sizes)], wait)
-    split = build.split(received, sizes, 1 if received_rows > 1 else 0, wait)
-    emitted = {items.launch: launch, items.wait: wait}
-    for place, (member, item) in enumerate(zip(bucket.members, items.results, strict=True)):
-        result: list[fx.Node] = []
-        piece = build.item(split, place, result)
-        build.contiguous(piece, member.meta["val"], result)
-        emitted[item] = result
-    return emitted
-
-
-def _arguments(joined: fx.Node, bucket: Bucket) -> tuple[Any, ...]:
-    """Arguments in the operators' order, see `default_overload`."""
-    key = bucket.key
-    reduce_op = () if key.reduce_op is None else (key.reduce_op,)
-    size = () if key.transport is Transport.ALL_REDUCE else (key.group_size,)
-    return (joined, *reduce_op, *size, key.group)
-
-
-def _identify(start: fx.Node, bucket: Bucket) -> None:
-    members = tuple(store.Member(m.name, i) for m, i in zip(bucket.members, bucket.identities, strict=True))
-    store.set_members(start, store.BucketRecord(PASS_NAME, members))
-    identity = merge.combine(bucket.identities, producer=PASS_NAME)
-    if identity is None:
-        raise ValueError(f"expected one role in the bucket of {bucket.members[0].name!r}, found several")
-    store.stamp(start, identity)
-
-
-def _sent(member: fx.Node) -> fx.Node:
-    launch = launch_of(member)
-    if launch is None or len(launch.inputs) != 1:
-        raise ValueError(f"expected {member.name!r} to send one tensor, found {member.format_node()}")
-    return launch.inputs[0]

@@ -12,6 +12,8 @@ from torch import fx
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..sizes import is_static, without_guards
+
 _ATEN: Final = torch.ops.aten
 
 
@@ -42,6 +44,17 @@ def views_of(value: FakeTensor, cut: Callable[[torch.Tensor], Sequence[torch.Ten
         return [FakeTensor(mode, piece, value.device) for piece in pieces]
 
 
+def fresh_like(value: FakeTensor) -> torch.Tensor:
+    """A fake tensor of the same shape, strides, element type and device, with memory of its own; see `views_of`."""
+    kernel_only = getattr(fake_tensor, "in_kernel_invocation_manager", None)
+    if kernel_only is None:
+        with value.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    with kernel_only(value.fake_mode):
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, made, value.device)
+
+
 class NodeBuilder:
     """Adds nodes with their ``meta['val']``, each computed once by the operator itself on fake tensors."""
 
@@ -64,49 +77,103 @@ class NodeBuilder:
         """A new node; ``value`` is its ``meta['val']`` where that is known already."""
         node = self._graph.call_function(target, args, kwargs)
         if value is None:
-            with self._mode, torch.no_grad():
+            with without_guards(self._mode), self._mode, torch.no_grad():
                 value = target(*fx.node.map_arg(args, self.value), **kwargs)
         node.meta.update(self._handed_on)
         node.meta["val"] = value
         into.append(node)
         return node
 
-    def reshape(self, node: fx.Node, shape: Sequence[int], into: list[fx.Node]) -> fx.Node:
-        """The node itself when it has the shape already."""
+    def like_both(self, one: fx.Node, other: fx.Node) -> Any:
+        """The value of an operator that combines two tensors alike element by element; None: ask the operator."""
+        a, b = self.value(one), self.value(other)
+        return fresh_like(a) if a.stride() == b.stride() else None
+
+    def joined(self, nodes: Sequence[fx.Node], dim: int) -> Any:
+        """The value of a ``cat`` of contiguous tensors without symbols; None: ask the operator."""
+        first = self.value(nodes[0])
+        if not isinstance(first, FakeTensor) or not all(is_static(node.meta["val"]) for node in nodes):
+            return None
+        shape = list(first.shape)
+        shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
+        return views_of(first, lambda v: [v.new_empty(shape)])[0]
+
+    def laid_out(self, shape: Sequence[int], dim: int, like: fx.Node) -> torch.Tensor:
+        """A value of ``shape``, contiguous but for ``dim``, which comes first in memory."""
+        value = self.value(like)
+        moved = [shape[dim], *shape[:dim], *shape[dim + 1:]]
+        with self._mode:
+            return torch.empty(moved, dtype=value.dtype, device=value.device).movedim(0, dim)
+
+    def size(self, node: fx.Node, dim: int, into: list[fx.Node]) -> int | fx.Node:
+        """A size of a tensor: the number, or a node that reads it where it is symbolic."""
+        value = node.meta["val"]
+        dim %= value.dim()
+        size = value.shape[dim]
+        return size if isinstance(size, int) else self.call(_ATEN.sym_size.int, (node, dim), into, size)
+
+    def arithmetic(
+        self, combine: Callable[[Any, Any], Any], size: int | fx.Node, by: int, into: list[fx.Node]
+    ) -> int | fx.Node:
+        """A size computed from another."""
+        if isinstance(size, int):
+            return int(combine(size, by))
+        return self.call(combine, (size, by), into, combine(size.meta["val"], by))
+
+    def reshape(self, node: fx.Node, shape: Sequence[int | fx.Node], into: list[fx.Node]) -> fx.Node:
+        """The node itself when it has the shape already. -1 stands for what is left over."""
         value = self.value(node)
         if list(value.shape) == list(shape):
             return node
-        known = views_of(value, lambda v: [v.view(shape)])[0] if value.is_contiguous() else None
+        known = None
+        if is_static(value) and value.is_contiguous():
+            numbers = [size for size in shape if isinstance(size, int)]
+            known = views_of(value, lambda v: [v.view(numbers)])[0]
         return self.call(_ATEN.reshape.default, (node, list(shape)), into, known)
 
-    def split(self, node: fx.Node, sizes: list[int], dim: int, into: list[fx.Node]) -> fx.Node:
+    def split(self, node: fx.Node, sizes: Sequence[int | fx.Node], dim: int, into: list[fx.Node]) -> fx.Node:
         """One node that yields consecutive pieces along ``dim``, as views.
 
         The fake pieces are cut one by one: each piece of a split remembers all sizes, which for n pieces
         takes n times n words.
         """
-        starts = itertools.accumulate(sizes, initial=0)
-        places = list(zip(starts, sizes, strict=False))
-        pieces = views_of(self.value(node), lambda v: [v.narrow(dim, start, size) for start, size in places])
-        return self.call(_ATEN.split_with_sizes.default, (node, sizes, dim), into, pieces)
+        lengths = [size.meta["val"] if isinstance(size, fx.Node) else size for size in sizes]
+        starts = itertools.accumulate(lengths, initial=0)
+        places = list(zip(starts, lengths, strict=False))
+
+        def cut(value: torch.Tensor) -> list[torch.Tensor]:
+            return [value.narrow(dim, start, size) for start, size in places]
+
+        value = self.value(node)
+        if is_static(value):
+            pieces = views_of(value, cut)
+        else:
+            with without_guards(self._mode), self._mode:
+                pieces = cut(value)
+        return self.call(_ATEN.split_with_sizes.default, (node, list(sizes), dim), into, pieces)
 
     def item(self, split: fx.Node, place: int, into: list[fx.Node]) -> fx.Node:
         """One piece of a split."""
         return self.call(operator.getitem, (split, place), into, split.meta["val"][place])
 
-    def contiguous(self, piece: fx.Node, like: torch.Tensor, into: list[fx.Node]) -> fx.Node:
+    def contiguous(
+        self, piece: fx.Node, like: torch.Tensor, shape: Sequence[int | fx.Node], into: list[fx.Node]
+    ) -> fx.Node:
         """The piece of a buffer with the shape and contiguous strides that the operator alone yields.
 
-        A piece with gaps is copied: by the reshape where that cannot be a view, by a clone where it can. The
-        copy has memory of its own, as the result it replaces had, and takes over that one's ``meta['val']``,
-        so that the values further down that share its memory still say so.
+        A piece with gaps is copied: by the reshape where that cannot be a view, by a clone where it can, or where
+        a symbolic size leaves it open. The copy has memory of its own, as the result it replaces had, and takes
+        over that one's ``meta['val']``, so that the values further down that share its memory still say so.
         """
-        shape = list(like.shape)
         value = piece.meta["val"]
+        if not is_static(like) or not is_static(value):
+            if value.dim() > 1:
+                piece = self.call(_ATEN.clone.default, (piece,), into, memory_format=torch.contiguous_format)
+            return self.call(_ATEN.reshape.default, (piece, list(shape)), into)
         if value.is_contiguous():
             return self.reshape(piece, shape, into)
-        if value.shape[0] in itertools.accumulate(shape, operator.mul):
+        if value.shape[0] in itertools.accumulate(like.shape, operator.mul):
             piece = self.call(_ATEN.clone.default, (piece,), into, memory_format=torch.contiguous_format)
             return self.reshape(piece, shape, into)
         fresh = like if like.is_contiguous() and getattr(like, "fake_mode", None) is self._mode else None
-        return self.call(_ATEN.reshape.default, (piece, shape), into, fresh)
+        return self.call(_ATEN.reshape.default, (piece, list(shape)), into, fresh)

@@ -25,7 +25,8 @@ class BucketKey:
         transport: all-gather, reduce-scatter or all-reduce.
         group: process-group name. Same ranks under another name is another group.
         group_size: ranks in the group; None only for an all-reduce, whose operator does not say.
-        dtype: element type sent, gathered and reduced; no member is ever cast.
+        dtype: element type sent, gathered and reduced; no member is ever cast. ``torch.uint8`` where gathers of
+            several element types are sent as bytes.
         device: device of the tensor sent.
         reduce_op: as the operator spells it, None for gathers.
         param_group: the producer's unit (module FQN); None when the producer gave none or `order="graph"`
@@ -52,7 +53,7 @@ class Bucket:
         key: what they share.
         members: start nodes in the order in which they are laid out in the buffer.
         identities: the identity of each member, by which the bucket's own is combined.
-        nbytes: sum over the members of the larger of input and output, in bytes.
+        nbytes: sum over the members of the larger of input and output, in bytes; a symbolic size counts as its hint.
     """
 
     key: BucketKey

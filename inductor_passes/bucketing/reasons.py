@@ -40,8 +40,8 @@ NO_META: Final = Code(
 )
 SYMBOLIC_SIZE: Final = Code(
     "BK007", "symbolic_size", "info",
-    "its size is symbolic and only known when the graph runs",
-    "mark the dimension static if the sizes do not change",
+    "its size is symbolic without a hint: it depends on data, and is only known when the graph runs",
+    "nothing to do",
 )
 LAYOUT: Final = Code(
     "BK008", "layout", "info",

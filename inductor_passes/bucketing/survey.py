@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from collective_identity.roles import is_fsdp
 from collective_identity.store import runs_in_backward
 from collective_identity.transports import WAIT, Launch, Transport, launch_of, waits_of
 
+from ..sizes import Size, hinted_numel, is_static, surely_divides, surely_same, unhinted
 from . import reasons
 from .plan import Refusal
 
@@ -32,7 +33,8 @@ class Candidate:
         dtype: element type of the tensor sent.
         device: device of the tensor sent.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``: buckets do not span them.
-        nbytes: the larger of input and output, in bytes.
+        nbytes: the larger of input and output, in bytes; of a symbolic size its hint.
+        static: no size or stride is symbolic.
     """
 
     node: fx.Node
@@ -43,16 +45,27 @@ class Candidate:
     device: torch.device
     phase: str
     nbytes: int
+    static: bool
 
     @property
     def family(self) -> tuple[str, Transport]:
         """Role and transport: without these in common nothing else matters."""
         return self.identity.role, self.launch.transport
 
-    def shared(self) -> tuple[object, ...]:
+    def shared(self, mixed_dtypes: bool = False) -> tuple[object, ...]:
         """What else a bucket must share but unit, writes and place in the graph; `SHARED` has the names."""
         launch = self.launch
-        return (launch.group, launch.group_size, self.dtype, self.device, launch.reduce_op)
+        dtype = None if mixed_dtypes and self.goes_as_bytes else self.dtype
+        return (launch.group, launch.group_size, dtype, self.device, launch.reduce_op)
+
+    @property
+    def goes_as_bytes(self) -> bool:
+        """Whether it may be sent as bytes beside other element types.
+
+        A gather moves bytes and computes nothing, and what arrives is copied into memory of its own, which is
+        aligned for any type. Complex tensors may be conjugated lazily; a symbolic size proves no length.
+        """
+        return self.launch.transport is Transport.ALL_GATHER and self.static and not self.dtype.is_complex
 
 
 SHARED: tuple[str, ...] = ("group", "group_size", "dtype", "device", "reduce_op")
@@ -114,7 +127,8 @@ def _examine(
         dtype=sent.dtype,
         device=sent.device,
         phase="backward" if in_backward else "recompute" if recomputed else "forward",
-        nbytes=max(sent.numel(), received.numel()) * sent.element_size(),
+        nbytes=max(hinted_numel(sent), hinted_numel(received)) * sent.element_size(),
+        static=is_static(sent) and is_static(received),
     )
 
 
@@ -126,7 +140,7 @@ def _unfit_value(node: fx.Node, carrier: fx.Node) -> Refusal | None:
         return Refusal(node, reasons.NO_META, f"{carrier.name}.meta['val'] is {found}, not a tensor")
     if value.layout is not torch.strided or value.is_quantized:
         return Refusal(node, reasons.LAYOUT, f"{carrier.name} is {value.layout}")
-    symbols = dict.fromkeys(str(s) for s in (*value.shape, *value.stride()) if not isinstance(s, int))
+    symbols = unhinted(value)
     if symbols:
         return Refusal(node, reasons.SYMBOLIC_SIZE, f"{carrier.name} has {', '.join(symbols)}")
     return None
@@ -143,15 +157,15 @@ def _size_conflict(launch: Launch, sent: torch.Tensor, received: torch.Tensor) -
     if received.dtype != sent.dtype:
         return f"sends {sent.dtype}, yields {received.dtype}"
     shape, size = list(sent.shape), launch.group_size or 1
-    expected: Callable[[], list[int]] = {
+    expected: Callable[[], Sequence[Size]] = {
         Transport.ALL_GATHER: lambda: [shape[0] * size, *shape[1:]],
         Transport.REDUCE_SCATTER: lambda: [shape[0] // size, *shape[1:]],
         Transport.ALL_REDUCE: lambda: shape,
     }[launch.transport]
     if launch.transport is not Transport.ALL_REDUCE and not shape:
         return "a 0-dim tensor has nothing to gather or scatter along"
-    if launch.transport is Transport.REDUCE_SCATTER and shape[0] % size:
+    if launch.transport is Transport.REDUCE_SCATTER and not surely_divides(shape[0], size):
         return f"dimension 0 of {shape} does not divide by {size} ranks"
-    if list(received.shape) != expected():
+    if not surely_same(received.shape, expected()):
         return f"sends {shape} on {size} ranks, yields {list(received.shape)}, expected {expected()}"
     return None

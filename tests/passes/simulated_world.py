@@ -59,6 +59,8 @@ def run(gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], seed: int 
             env[node] = [getattr(gm, str(node.target))] * WORLD
         elif node.op == "output":
             return [a[0][0] for a in args]
+        elif str(node.target).startswith("symm_mem.fused"):
+            env[node] = _fused(str(node.target), [a for a, _ in args], [k for _, k in args])
         elif launch is not None:
             env[node] = _collective(launch, [env[launch.inputs[0]][rank] for rank in range(WORLD)])
         elif is_wait(node):
@@ -103,6 +105,23 @@ def _collective(launch: Launch, sent: list[torch.Tensor]) -> list[torch.Tensor]:
                 rows = total.shape[0] // len(ranks)
                 received[rank] = total[place * rows:(place + 1) * rows].clone()
     return received
+
+
+def _fused(name: str, args: list[Any], kwargs: list[Any]) -> list[Any]:
+    """Gather and multiply, or multiply, reduce and scatter, along a dimension, as the fused operators say."""
+    results: list[Any] = [None] * WORLD
+    *_, dim, group = args[0]
+    for ranks in GROUPS[group]:
+        if "all_gather" in name:
+            whole = torch.cat([args[r][0] for r in ranks], dim)
+            for r in ranks:
+                kept = whole.clone() if kwargs[r].get("return_A", True) else None
+                results[r] = (kept, [torch.matmul(whole, b) for b in args[r][1]])
+        else:
+            total = _reduce(args[0][2], [torch.matmul(args[r][0], args[r][1]) for r in ranks])
+            for r, part in zip(ranks, total.chunk(len(ranks), dim), strict=True):
+                results[r] = part.contiguous()
+    return results
 
 
 def _reduce(op: str | None, parts: list[torch.Tensor]) -> torch.Tensor:

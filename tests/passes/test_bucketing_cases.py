@@ -215,14 +215,6 @@ def test_every_role_is_readable_and_the_tensor_parallel_gather_is_left_alone(new
 # ---- faults of other passes that are easily repeated
 
 
-def test_symbolic_sizes_raise_nothing(new_group: Group) -> None:
-    group = new_group([0, 1])
-    gm = trace(lambda a, b, c, d: (ag(a, 2, group), ag(b, 2, group), ag(c, 2, group), ag(d, 2, group)),
-               torch.randn(4, 8), torch.randn(6, 8), torch.randn(5, 3), torch.randn(7, 3), mode="symbolic")
-    plan = bucket(label(gm, [UNSHARD] * 4))
-    assert {r.reason.slug for r in plan.refusals} == {"symbolic_size"} and len(plan.refusals) == 4
-
-
 def test_caps_are_read_per_bucket(new_group: Group) -> None:
     group = new_group([0, 1])
     gm = trace(lambda *xs: tuple(ag(x, 2, group) for x in xs), *(torch.randn(4, 8) for _ in range(6)))

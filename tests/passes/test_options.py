@@ -38,6 +38,11 @@ BAD = [
     ({"order": "size"}, "option 'order' expects one of 'param_group', 'graph', 'fqn', found 'size'"),
     ({"bucketing": 1}, "option 'bucketing' expects one of True, False, found 1"),
     ({"bucketing": None}, "option 'bucketing' expects one of True, False, found None"),
+    ({"dedup": True}, "option 'dedup' expects one of 'off', 'drop', 'refuse', found True"),
+    ({"fusion": "tp"}, "option 'fusion' expects one of True, False, found 'tp'"),
+    ({"mixed_dtypes": 0}, "option 'mixed_dtypes' expects one of True, False, found 0"),
+    ({"fqns": "w"}, "option 'fqns' expects a list or a tuple, found 'w'"),
+    ({"fqns": [1]}, "option 'fqns' expects parameter names, found (1,)"),
     ({"reshard": "yes"}, "option 'reshard' expects one of True, False, found 'yes'"),
     (
         {"kinds": ["all_gather", "broadcast"]},
@@ -74,8 +79,9 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(OptionError) as raised:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
-        "backend 'collective_identity' expects options among bucketing, cap_mb, inner, kinds, order, pre_passes, "
-        f"reshard, or Inductor's own (torch._inductor.list_options()), found {name!r}: remove or correct them"
+        "backend 'collective_identity' expects options among bucketing, cap_mb, dedup, fqns, fusion, inner, kinds, "
+        "mixed_dtypes, order, pre_passes, reshard, or Inductor's own (torch._inductor.list_options()), found "
+        f"{name!r}: remove or correct them"
     )
 
 
@@ -91,19 +97,28 @@ def test_what_is_accepted() -> None:
         "kinds": ["all_reduce"],
         "cap_mb": [1, 2.5],
         "order": "fqn",
+        "fqns": ["w"],
+        "mixed_dtypes": True,
+        "dedup": "refuse",
+        "fusion": True,
         "reshard": False,
         "pre_passes": [nothing],
     }
+    names = list(given)
     assert parse_options(given, None) == BackendOptions(
         inner="aot_eager",
         bucketing=False,
         kinds=("all_reduce",),
         cap_mb=(1.0, 2.5),
         order="fqn",
+        fqns=("w",),
+        mixed_dtypes=True,
+        dedup="refuse",
+        fusion=True,
         reshard=False,
         pre_passes=(nothing,),
     )
-    assert list(given) == ["inner", "bucketing", "kinds", "cap_mb", "order", "reshard", "pre_passes"], "not consumed"
+    assert list(given) == names, "not consumed"
     assert parse_options({"cap_mb": 25}, None).cap_mb == 25.0
     assert parse_options({"cap_mb": None}, None).cap_mb is None
     assert parse_options({"kinds": ()}, None).kinds == ()
@@ -149,6 +164,12 @@ DIFFERENT: list[dict[str, Any]] = [
     {"cap_mb": [1, 2]},
     {"order": "graph"},
     {"order": "fqn"},
+    {"order": "fqn", "fqns": ["a", "b"]},
+    {"order": "fqn", "fqns": ["b", "a"]},
+    {"mixed_dtypes": True},
+    {"dedup": "drop"},
+    {"dedup": "refuse"},
+    {"fusion": True},
     {"reshard": False},
     {"pre_passes": [Stable("a")]},
     {"pre_passes": [Stable("b")]},

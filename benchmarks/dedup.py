@@ -1,0 +1,87 @@
+"""Reduce-scatter dedup: ours against torch's own in one run, and growth with the graph.
+
+``python -m benchmarks dedup [--json] [--chain N] [--large N]``. Processor seconds. Torch's own takes most of a minute
+for a chain of 1000 additions.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import fx
+
+from collective_identity import GRAD_REDUCE_SHARD, Identity, Source, stamp, start_nodes
+from inductor_passes.dedup import dedup_reduce_scatters
+
+from . import synthetic
+from .measure import best_of, one_process, parser, peak_mb, show
+
+
+def sums(count: int, group: str, *, per_sum: int) -> fx.GraphModule:
+    """Gradient reduce-scatters, added up in chains of ``per_sum``."""
+    made = synthetic.Nodes(shape=(8, 8))
+    waits, outputs = [], []
+    for index in range(count):
+        start = made.reduce_scatter(made.placeholder(f"g{index}"), group)
+        stamp(start, Identity(1, GRAD_REDUCE_SHARD, Source.EXPLICIT, "fsdp2", group))
+        waits.append(made.call(synthetic.WAIT, start, like=start))
+    for first in range(0, count, per_sum):
+        total, *more = waits[first : first + per_sum]
+        for wait in more:
+            total = made.call(synthetic.aten.add.Tensor, total, wait, like=total)
+        outputs.append(total)
+    return made.module(*outputs)
+
+
+def ours(count: int, group: str, *, per_sum: int, times: int = 1) -> dict[str, Any]:
+    """Dedup a fresh graph each time; the least seconds, and the growth of the peak in the first run."""
+    graphs = [sums(count, group, per_sum=per_sum) for _ in range(times)]
+    gc.collect()
+    before = peak_mb()
+    seconds, _ = best_of(1, lambda: dedup_reduce_scatters(graphs[0]))
+    extra = peak_mb() - before
+    for gm in graphs[1:]:
+        seconds = min(seconds, best_of(1, lambda gm=gm: dedup_reduce_scatters(gm))[0])  # type: ignore[misc]
+    left = len(start_nodes(graphs[0]))
+    assert left == -(-count // per_sum)
+    return {"collectives": count, "left": left, "seconds": seconds, "extra_mb": extra,
+            "us_per_collective": seconds / count * 1e6}
+
+
+def torchs(count: int, group: str, *, per_sum: int) -> dict[str, Any]:
+    """The same graph given to torch's own dedup; torch 2.11 and 2.12 have none."""
+    from torch._inductor.fx_passes import fsdp
+
+    run = getattr(fsdp, "dedup_fsdp_reduce_scatter", None)
+    if run is None:
+        return {}
+    gm = sums(count, group, per_sum=per_sum)
+    gm.recompile()
+    seconds, _ = best_of(1, lambda: run(gm))
+    return {"torch_left": len(start_nodes(gm)), "torch_s": seconds}
+
+
+def main() -> int:
+    """Run the benchmark."""
+    options = parser("reduce-scatter dedup against torch's own")
+    options.add_argument("--chain", type=int, default=1000, help="addends of one sum (default 1000)")
+    options.add_argument("--large", type=int, default=100_000, help="collectives of the largest graph (default 100000)")
+    given = options.parse_args()
+    with one_process(2) as group:
+        show({"benchmark": "dedup", "torch": torch.__version__, "seconds": "processor"}, as_json=given.json)
+        ours(50, group, per_sum=50)  # fill torch's caches
+        mine = ours(given.chain, group, per_sum=given.chain, times=3)
+        show({"what": "one chain", **mine}, as_json=given.json)
+        before = None
+        for count in (given.large // 100, given.large // 10, given.large):
+            row = ours(count, group, per_sum=4)
+            growth = {} if before is None else {"times_the_seconds_for_10_times_the_graph": row["seconds"] / before}
+            before = row["seconds"]
+            show({"what": "sums of 4", **row, **growth}, as_json=given.json)
+        theirs = torchs(given.chain, group, per_sum=given.chain)
+        last = {"what": "one chain, torch beside ours", **mine, **theirs}
+        ratio = {"ratio": theirs["torch_s"] / mine["seconds"]} if theirs else {}
+        show({**last, **ratio}, as_json=given.json)
+    return 0
