@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import fx
 
 from . import compat
-from .transports import is_wait, launch_of
+from .transports import Launch, is_wait, launch_of
 
 _LOOK_BACK: Final = 256  # new nodes looked through for one that was renamed
 _HEIRS: Final = 32  # nodes that may take over from one erased node, as far as we follow
@@ -28,7 +28,8 @@ class Takeover:
     """An erased start node and what took over.
 
     Attributes:
-        erased: the start node; it keeps its metadata.
+        erased: the start node; it keeps its metadata, not its arguments.
+        launch: what it launched, on what.
         by: start nodes that now do its work, nearest first; empty when none does.
         opaque: the operator that swallowed it, compute and communication in one, or None.
         dead: nobody used its result, and it went as dead code.
@@ -37,6 +38,7 @@ class Takeover:
     """
 
     erased: fx.Node
+    launch: Launch
     by: tuple[fx.Node, ...]
     opaque: fx.Node | None
     dead: bool
@@ -62,6 +64,7 @@ class Step:
 @dataclass(slots=True)
 class _Erasure:
     node: fx.Node
+    launch: Launch
     heirs: tuple[fx.Node, ...]
     pass_name: str
     stack: tuple[str, ...]
@@ -153,8 +156,9 @@ class Watch:
             left = self._inherited.setdefault(source, {})
             if len(left) < _HEIRS:
                 left.update(dict.fromkeys(heirs))
-        if launch_of(node) is not None:
-            self._erased.append(_Erasure(node, heirs, self._name(), self._stack() if self._stack else ()))
+        launch = launch_of(node)
+        if launch is not None:
+            self._erased.append(_Erasure(node, launch, heirs, self._name(), self._stack() if self._stack else ()))
 
     def _takeover(self, erasure: _Erasure) -> Takeover:
         by: dict[fx.Node, None] = {}
@@ -169,8 +173,9 @@ class Watch:
                 seen.add(node)
                 if node in self._heirs:
                     below += self._heirs[node]
-                elif launch_of(node) is not None:
-                    by[node] = None
+                elif (launch := launch_of(node)) is not None:
+                    if node in self._fresh or launch == erasure.launch:  # new, or found equal
+                        by[node] = None
                 elif node in self._fresh or (root and _passes_on(node)):
                     if opaque is None and is_opaque(node):
                         opaque = node
@@ -179,6 +184,7 @@ class Watch:
         nearest = tuple(by)
         return Takeover(
             erasure.node,
+            erasure.launch,
             nearest,
             None if nearest else opaque,
             not erasure.heirs,

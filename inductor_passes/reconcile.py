@@ -111,7 +111,7 @@ class _Reconciler:
         by_group: dict[str | None, list[Takeover]] = {}
         for takeover in gone:
             if not takeover.by and takeover.opaque is None:
-                by_group.setdefault(_launch(takeover.erased).group, []).append(takeover)
+                by_group.setdefault(takeover.launch.group, []).append(takeover)
         for node in orphans:
             self._orphan(node, by_group.get(_launch(node).group, []))
         groups = {_launch(node).group for node in orphans}
@@ -210,7 +210,7 @@ class _Reconciler:
     def _ended(self, takeover: Takeover, orphans: set[str | None]) -> None:
         held, who = self._held[takeover.erased], takeover.pass_name
         assert held is not None, takeover.erased.name
-        was = _launch(takeover.erased)
+        was = takeover.launch
         if takeover.opaque is not None:
             detail = f"{who} fused {held.role} into {takeover.opaque.name}"
             store.drop(takeover.opaque, codes.DROPPED_OPAQUE, who, detail)
