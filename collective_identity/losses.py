@@ -67,7 +67,7 @@ def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str)
         Every loss, in the order of ``before``.
     """
     after = snapshot(gm)
-    match = _matches(before, after)
+    match = matches(before, after)
     losses: list[Loss] = []
     vanished: dict[_Signature, list[Seen]] = defaultdict(list)
     for seen in before:
@@ -103,7 +103,8 @@ def _signature(launch: Launch) -> _Signature:
     return launch.transport, launch.group, launch.group_size, launch.reduce_op
 
 
-def _matches(before: Sequence[Seen], after: Sequence[Seen]) -> Mapping[fx.Node, Seen]:
+def matches(before: Sequence[Seen], after: Sequence[Seen]) -> Mapping[fx.Node, Seen]:
+    """Which collective of ``after`` is which of ``before``: by node, else name and kind, else kind and place."""
     by_node = {seen.node: seen for seen in after}
     match = {seen.node: by_node[seen.node] for seen in before if seen.node in by_node}
     for alike in (lambda seen: (seen.name, seen.signature), lambda seen: seen.signature):

@@ -228,6 +228,11 @@ def members_of(node: fx.Node) -> BucketRecord | None:
     return record if isinstance(record, BucketRecord) else None
 
 
+def forget_members(node: fx.Node) -> None:
+    """Remove the record of what a merged node was made of."""
+    node.meta.pop(_MEMBERS, None)
+
+
 def _custom(node: fx.Node) -> Mapping[str, Any]:
     custom = node.meta.get(_CUSTOM)
     if type(custom) is dict:

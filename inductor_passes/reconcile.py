@@ -1,0 +1,252 @@
+"""What becomes of identities in passes that know nothing of them? Upstream's run as they are, and are put right.
+
+Upstream writes the first member's metadata on every node of a bucket, by reference, drops it in a reduce-scatter
+dedup and in a decomposition, and aliases it in a lowering (PyTorch 2.11-2.15 ``_inductor/fx_passes``:
+``bucketing._populate_node_meta``, ``fsdp.dedup_fsdp_reduce_scatter``, ``decomp_comms``,
+``low_contention_collectives._replace_collective``, ``control_dependencies.preserve_node_ordering``). While open,
+`reconciled` watches one graph; after each erased start node it applies the contract to whatever took over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from collective_identity import BucketRecord, Identity, Member, codes, store
+from collective_identity.callers import pass_name
+from collective_identity.codes import Code
+from collective_identity.lineage import Step, Takeover, Watch
+from collective_identity.merge import Outcome, merge_outcome, replacement_outcome, split_outcome
+from collective_identity.roles import DEFAULT_ROLES
+from collective_identity.transports import Launch, launch_of, launches
+
+FOLDER = "torch/_inductor/fx_passes"
+
+Say = Callable[..., None]
+"""``GraphLog.event``, or anything called as ``say(code, node=, role=, pass_name=, detail=)``."""
+
+
+@dataclass(slots=True)
+class Reconciled:
+    """What was put right.
+
+    Attributes:
+        merged: collectives that stand for several now.
+        replaced: collectives that stand for one other.
+        cleared: nodes that lost an identity which was never theirs.
+        lost: identities that ended their life, as (code, pass, role).
+    """
+
+    merged: int = 0
+    replaced: int = 0
+    cleared: int = 0
+    lost: list[tuple[Code, str, str]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values for the report."""
+        lost = [{"code": code.id, "pass": who, "role": role} for code, who, role in self.lost]
+        return {"merged": self.merged, "replaced": self.replaced, "cleared": self.cleared, "lost": lost}
+
+
+@contextmanager
+def reconciled(gm: fx.GraphModule, say: Say | None = None) -> Iterator[Reconciled]:
+    """Run any passes inside; no node of ``gm`` ends with a wrong, spread or aliased identity.
+
+    Call it on a normalised graph. Passes may read identities meanwhile: a new collective has none until its step
+    ends (see `lineage.Watch`), then what the contract gives it. Linear in nodes, edges and events.
+
+    Args:
+        gm: the graph; hooks are on its module while open, and gone afterwards, whatever happens inside.
+        say: where each loss is recorded.
+
+    Yields:
+        What was put right, complete on exit.
+    """
+    reconciler = _Reconciler(gm, say)
+    with Watch(gm, reconciler.step, name=_who).watching():
+        yield reconciler.done
+    reconciler.finish()
+
+
+def _who() -> str:
+    return pass_name(FOLDER) or "a pass that does not say"
+
+
+class _Reconciler:
+    def __init__(self, gm: fx.GraphModule, say: Say | None) -> None:
+        self._gm, self._say = gm, say
+        self.done = Reconciled()
+        self._held: dict[fx.Node, Identity | None] = {}
+        self._count: Counter[Identity] = Counter()
+        self._decided: set[fx.Node] = set()
+        for node, launch in launches(gm).items():
+            store.put(node, store.raw_payloads(node))  # a dict of its own, whatever it shared
+            self._hold(node, _identity(node, launch))
+
+    def step(self, step: Step) -> None:
+        """Give each new collective of the step what the contract gives it, and take from the rest what is not theirs.
+
+        A collective whose pass keeps the contract itself (it recorded the members) is left as it is.
+        """
+        members: dict[fx.Node, list[Takeover]] = {}
+        gone: list[Takeover] = []
+        for takeover in step.takeovers:
+            if len(takeover.by) == 1:
+                members.setdefault(takeover.by[0], []).append(takeover)
+            elif self._held.get(takeover.erased) is not None and not takeover.dead:
+                gone.append(takeover)
+        starts = set(step.starts)
+        for node in step.fresh:
+            if node not in starts and store.has_payload(node):
+                store.put(node, {})
+                self.done.cleared += 1
+        for node, several in members.items():
+            self._took_over(node, several)
+        parts = {node for takeover in gone for node in takeover.by}
+        orphans = [node for node in step.starts if node not in members and node not in parts]
+        by_group: dict[str | None, list[Takeover]] = {}
+        for takeover in gone:
+            if not takeover.by and takeover.opaque is None:
+                by_group.setdefault(takeover.launch.group, []).append(takeover)
+        for node in orphans:
+            self._orphan(node, by_group.get(_launch(node).group, []))
+        groups = {_launch(node).group for node in orphans}
+        for takeover in gone:
+            self._ended(takeover, groups)
+        for takeover in step.takeovers:
+            self._hold(takeover.erased, None)
+            del self._held[takeover.erased]
+        self._decided.update(node for node in step.starts if node in self._held)
+
+    def finish(self) -> None:
+        """Look once at the whole graph: passes also write without creating or erasing anything."""
+        seen: set[int] = set()
+        found = launches(self._gm)
+        for node in self._gm.graph.nodes:
+            if not store.has_payload(node):
+                continue
+            if node not in found:
+                store.put(node, {})
+                self.done.cleared += 1
+            elif id(node.meta["custom"]) in seen:
+                store.put(node, store.raw_payloads(node))
+            seen.add(id(node.meta.get("custom")))
+        for node, launch in found.items():
+            held = self._held.get(node)
+            now = _identity(node, launch)
+            if now == held or store.dropped_of(node) is not None:
+                continue
+            if held is not None and not DEFAULT_ROLES.allows(held.role, launch.transport):
+                self._drop(node, codes.DROPPED_OPAQUE, _who(), held.role, f"its operator is now {launch.transport}")
+            elif node in self._decided:  # written over after its step
+                self._settle(node, Outcome(held), [held], _who())
+            elif now is None and held is not None:
+                self._drop(node, codes.DROPPED_UNKNOWN, _who(), held.role, "its metadata was written over")
+
+    def _hold(self, node: fx.Node, identity: Identity | None) -> None:
+        before = self._held.get(node)
+        if before is not None:
+            self._count[before] -= 1
+        self._held[node] = identity
+        if identity is not None:
+            self._count[identity] += 1
+
+    def _took_over(self, node: fx.Node, several: list[Takeover]) -> None:
+        launch, who = _launch(node), several[0].pass_name
+        parts = [one.erased for one in several]
+        if node in self._held:  # it was there before: common subexpressions, found equal
+            parts.insert(0, node)
+        elif store.members_of(node) is not None:
+            self._hold(node, _identity(node, launch))
+            return
+        identities = [self._held.get(part) for part in parts]
+        outcome = Outcome(identities[0])
+        if len(parts) == 1:
+            self.done.replaced += 1
+            earlier = store.members_of(parts[0])
+            if earlier is not None:
+                store.set_members(node, earlier)
+        else:
+            self.done.merged += 1
+            outcome = merge_outcome(identities, producer=who)
+            store.set_members(node, BucketRecord(who, tuple(_members(parts, identities))))
+        if outcome.identity is not None:
+            outcome = replacement_outcome(outcome.identity, launch.transport, producer=who)
+        self._settle(node, outcome, identities, who)
+        self._hold(node, outcome.identity)
+
+    def _settle(self, node: fx.Node, outcome: Outcome, identities: Iterable[Identity | None], who: str) -> None:
+        if outcome.identity is not None:
+            store.stamp(node, outcome.identity)
+        elif outcome.code is not None:
+            store.drop(node, outcome.code, who, outcome.detail)
+            for role in sorted({one.role for one in identities if one is not None}):
+                self._record(outcome.code, node, who, role, outcome.detail)
+        else:
+            self.done.cleared += store.has_payload(node)
+            store.clear(node)
+
+    def _orphan(self, node: fx.Node, theirs: list[Takeover]) -> None:
+        """A new collective that took over from none: what it carries is its own, a copy's, or somebody else's."""
+        if theirs:
+            who = theirs[0].pass_name
+            roles = sorted({held.role for one in theirs if (held := self._held.get(one.erased)) is not None})
+            for role in roles:
+                self._drop(node, codes.DROPPED_DECOMPOSED, who, role, f"{who} decomposed {', '.join(roles)}")
+            return
+        found = _identity(node, _launch(node))
+        if found is not None and (self._count[found] or store.members_of(node) is not None):
+            store.put(node, store.raw_payloads(node))  # a copy, by value
+        elif store.has_payload(node):
+            store.put(node, {})
+            self.done.cleared += 1
+            found = None
+        self._hold(node, found)
+
+    def _ended(self, takeover: Takeover, orphans: set[str | None]) -> None:
+        held, who = self._held[takeover.erased], takeover.pass_name
+        assert held is not None, takeover.erased.name
+        was = takeover.launch
+        if takeover.opaque is not None:
+            detail = f"{who} fused {held.role} into {takeover.opaque.name}"
+            store.drop(takeover.opaque, codes.DROPPED_OPAQUE, who, detail)
+            self._record(codes.DROPPED_OPAQUE, takeover.opaque, who, held.role, detail)
+        elif takeover.by:
+            transports = [_launch(node).transport for node in takeover.by]
+            outcomes = split_outcome(held, was.transport, transports, producer=who)
+            for node, outcome in zip(takeover.by, outcomes, strict=True):
+                self._settle(node, outcome, [held], who)
+                self._hold(node, outcome.identity)
+        elif was.group not in orphans:
+            self._record(codes.DROPPED_UNKNOWN, takeover.erased, who, held.role, f"{who} erased {takeover.erased.name}")
+
+    def _drop(self, node: fx.Node, code: Code, who: str, role: str, detail: str) -> None:
+        store.drop(node, code, who, detail)
+        self._hold(node, None)
+        self._record(code, node, who, role, detail)
+
+    def _record(self, code: Code, node: fx.Node, who: str, role: str, detail: str) -> None:
+        self.done.lost.append((code, who, role))
+        if self._say is not None:
+            self._say(code, node=node, role=role, pass_name=who, detail=detail)
+
+
+def _members(parts: Iterable[fx.Node], identities: Iterable[Identity | None]) -> Iterator[Member]:
+    """What each part was made of: its own members if it is a bucket, else itself."""
+    for part, identity in zip(parts, identities, strict=True):
+        earlier = store.members_of(part)
+        yield from earlier.members if earlier is not None else (Member(part.name, identity),)
+
+
+def _identity(node: fx.Node, launch: Launch) -> Identity | None:
+    return store.verdict_for(node, launch, store.raw_payloads(node)).identity
+
+
+def _launch(node: fx.Node) -> Launch:
+    launch = launch_of(node)
+    assert launch is not None, node.name
+    return launch

@@ -1,0 +1,149 @@
+"""Which passes of torch's rewrite collectives? Each by name, as a callable over one graph.
+
+Private names, read in PyTorch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0 ``torch/_inductor/fx_passes``; a pass that
+this torch lacks is not listed. The order is that of ``post_grad.post_grad_passes``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
+
+import torch._inductor.config as inductor_config
+from torch import fx
+
+_FOLDER: Final = "torch._inductor.fx_passes"
+
+GraphModulePass = Callable[[fx.GraphModule], None]
+
+_ON_MODULE: Final = (
+    ("micro_pipeline_tp", "micro_pipeline_tp", "micro_pipeline_tp_pass"),
+    ("fuse_ddp_concat", "ddp_fusion", "fuse_ddp_with_concat_op"),
+    ("fuse_ddp_coalesced", "ddp_fusion", "fuse_ddp_with_coalesced_op"),
+    ("decomp_comms", "decomp_comms", "decomp_comms"),
+    ("dedup_reduce_scatters", "fsdp", "dedup_fsdp_reduce_scatter"),
+    ("bucket_fsdp_reduce_scatters", "fsdp", "bucket_fsdp_reduce_scatter"),
+    ("bucket_reduce_scatters", "bucketing", "bucket_reduce_scatter"),
+    ("bucket_all_reduces", "bucketing", "bucket_all_reduce"),
+    ("bucket_fsdp_all_gathers", "fsdp", "bucket_fsdp_all_gather"),
+    ("bucket_all_gathers", "bucketing", "bucket_all_gather"),
+    ("pre_bucket_fsdp", "fsdp", "pre_bucket_fsdp_collectives"),
+    ("overlap", "overlap_scheduling", "schedule_overlap_bucketing"),
+    ("manual_overlap", "overlap_manual_scheduling", "manual_overlap_bucketing"),
+    ("low_contention", "low_contention_collectives", "replace_collectives_with_low_contention"),
+)
+
+
+def _runtime(node: fx.Node, *_: Any) -> float:
+    """Milliseconds of any node: estimates of torch's own need a GPU, and graphs are only rewritten here."""
+    return 1.0
+
+
+_SWITCHES: Final = (
+    ("bucket_all_gathers_fx", "all"),
+    ("bucket_reduce_scatters_fx", "all"),
+    ("bucket_all_reduces_fx", "all"),
+    ("dedup_reduce_scatters", True),
+    ("_micro_pipeline_tp", True),
+    ("_fuse_ddp_communication", True),
+    ("aten_distributed_optimizations.allow_comms_decompositions", True),
+    ("aten_distributed_optimizations.enable_overlap_scheduling", True),
+    ("aten_distributed_optimizations.collective_bucketing", True),
+    ("aten_distributed_optimizations.insert_overlap_deps", True),
+    ("aten_distributed_optimizations.compute_estimator", "analytical"),
+    ("aten_distributed_optimizations.custom_runtime_estimation", _runtime),
+    ("aten_distributed_optimizations.enable_low_contention_collectives", True),
+    ("aten_distributed_optimizations.low_contention_min_bytes_per_rank", 0),
+    ("aten_distributed_optimizations.low_contention_skip_overlap_check", True),
+)
+
+
+def all_switches() -> Mapping[str, Any]:
+    """Every Inductor option of this torch that makes a pass rewrite collectives, switched on."""
+    from .upstream import inductor_option_exists
+
+    return {name: value for name, value in _SWITCHES if inductor_option_exists(name)}
+
+
+def rewrites_collectives() -> bool:
+    """Whether any of these passes is switched on, in this thread, now."""
+    from .upstream import inductor_flag, inductor_option_exists
+
+    names = ("compute_estimator", "min_bytes", "skip_overlap", "insert_overlap", "runtime_estimation", "collective_bucketing")
+    return any(
+        inductor_flag(name) not in (False, None, "none")
+        for name, _ in _SWITCHES
+        if inductor_option_exists(name) and not any(part in name for part in names)
+    )
+
+
+def upstream_passes() -> Mapping[str, GraphModulePass]:
+    """Torch's passes over collectives by name, each with what it needs around it; in place.
+
+    ``post_grad`` is the whole stage with `all_switches`.
+    """
+    found: dict[str, GraphModulePass] = {}
+    for name, module, function in _ON_MODULE:
+        try:
+            call = getattr(importlib.import_module(f"{_FOLDER}.{module}"), function)
+        except (ImportError, AttributeError):
+            continue
+        found[name] = _pass(name, call)
+    found["post_grad"] = _post_grad
+    return found
+
+
+def _pass(name: str, call: Callable[..., Any]) -> GraphModulePass:
+    def run(gm: fx.GraphModule) -> None:
+        given = _arguments(name, call)
+        on_graph = next(iter(inspect.signature(call).parameters)) == "graph"
+        with symmetric_memory() if name in ("micro_pipeline_tp", "low_contention") else nullcontext():
+            with inductor_config.patch(dict(all_switches())):  # type: ignore[attr-defined]
+                call(gm.graph if on_graph else gm, **given)
+        _sort(gm)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+def _arguments(name: str, call: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(call).parameters
+    given: dict[str, Any] = {
+        "bucket_size_mb": 25,
+        "bucket_cap_mb": 100.0,
+        "bucket_cap_mb_by_bucket_idx": None,
+        "collective_bucketing": True,
+        "insert_overlap_deps": True,
+        "compute_estimator": "analytical",
+        "custom_runtime_estimation": _runtime,
+        "module_bucket_plans": [""],
+    }
+    return {key: value for key, value in given.items() if key in parameters}
+
+
+def _post_grad(gm: fx.GraphModule) -> None:
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    with symmetric_memory(), inductor_config.patch(dict(all_switches())):  # type: ignore[attr-defined]
+        post_grad_passes(gm, is_inference=False)
+
+
+def _sort(gm: fx.GraphModule) -> None:
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(gm.graph)
+
+
+@contextmanager
+def symmetric_memory() -> Iterator[None]:
+    """Have passes believe that every group can use symmetric memory: graphs are rewritten, nothing runs.
+
+    PyTorch 2.11-2.15 ``torch/distributed/_symmetric_memory`` ``_test_mode``.
+    """
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    with symm_mem._test_mode():
+        yield
