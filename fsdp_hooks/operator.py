@@ -83,7 +83,7 @@ class _OwnSequenceNumber(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:  # type: ignore[override]
-        ctx.args, ctx.length, ctx.dtype = args, shard.shape[args.dim], shard.dtype
+        ctx.args, ctx.shape, ctx.dtype = args, shard.shape, shard.dtype
         _OwnSequenceNumber.apply(shard)
         if args.param_dtype is not None:
             shard = shard.to(args.param_dtype)
@@ -114,8 +114,8 @@ class _Unshard(torch.autograd.Function):
         if args.postdivide is not None:
             grad = grad / args.postdivide
         grad = grad.to(ctx.dtype)
-        if grad.shape[args.dim] != ctx.length:
-            grad = grad.narrow(args.dim, 0, ctx.length)
+        if grad.shape != ctx.shape:  # never of a scalar, which only a group of one can hold
+            grad = grad.narrow(args.dim, 0, ctx.shape[args.dim])
         return grad, None
 
 
