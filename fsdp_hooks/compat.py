@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from .errors import InstallError
 
@@ -257,3 +260,30 @@ def hook_slots(state: Any, name: str) -> list[tuple[dict[int, Any], int]]:
             )
         slots.append((hooks, int(key)))
     return slots
+
+
+def factors_of(
+    reduce: Any, replicate: Any, dtype: torch.dtype, device_type: str, factor: float | None
+) -> tuple[Any, Any, Any, Any]:
+    """:func:`divide_factors` for process groups of our own; with a ``factor`` the reductions are sums."""
+    return _divide_factors()(reduce, replicate, dtype, device_type, factor, factor is not None)  # type: ignore[no-any-return]
+
+
+def mesh_over(data: DeviceMesh, model_parallel: DeviceMesh) -> DeviceMesh:
+    """The mesh of both, data parallelism first: what FSDP2 puts a tensor-parallel parameter's shards on.
+
+    Raises:
+        RuntimeError: the two overlap or are not slices of one mesh.
+    """
+    return DeviceMesh._concatenate([data, model_parallel])
+
+
+def sharded_below(param: DTensor, dim: int) -> Placement:
+    """The placement of data parallelism's shards of ``dim``, cut from what ``param``'s own mesh left of it."""
+    shards = param._spec.num_shards_map[dim]
+    return _StridedShard(dim, split_factor=shards) if shards > 1 else Shard(dim)
+
+
+def recomputing() -> bool:
+    """True in code that autograd runs in backward, outside any compile: an activation checkpoint's second forward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -13,6 +13,7 @@ from torch import nn
 from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
 from collective_identity.ledger import Expectation, ExpectedRow
 
+from .data_parallel_record import data_parallel_specs
 from .spec import ParamSpec
 from .survey import specs_of
 
@@ -23,7 +24,7 @@ def expected_collectives(model: nn.Module, *, saved_for_backward: Collection[str
     """The collectives of one forward and backward, by role, phase, parameter group and wire dtype.
 
     Args:
-        model: a ``fully_shard`` model, installed or not.
+        model: a ``fully_shard`` model, installed or not, or one given to ``data_parallel``.
         saved_for_backward: fully qualified names of the parameters whose *values* backward needs; only these are
             gathered again after a reshard. None: not known, and the re-gather counts are left open.
 
@@ -31,7 +32,7 @@ def expected_collectives(model: nn.Module, *, saved_for_backward: Collection[str
         One row per role, phase, parameter group and dtype: ``count`` collectives before bucketing (one a
         parameter) and ``buckets`` after (one).
     """
-    specs = specs_of(model)
+    specs = data_parallel_specs(model) or specs_of(model)
     counts: Counter[_Key] = Counter()
     unknown: set[_Key] = set()
     for spec in specs:

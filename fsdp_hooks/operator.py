@@ -102,7 +102,7 @@ class _Unshard(torch.autograd.Function):
         partial: torch.Tensor | None,
         args: UnshardArgs,
     ) -> torch.Tensor:
-        ctx.args, ctx.length, ctx.dtype = args, shard.shape[args.dim], shard.dtype
+        ctx.args, ctx.shape, ctx.dtype = args, shard.shape, shard.dtype
         ctx.has = pending is not None, partial is not None
         ctx.save_for_backward(*(x for x in (pending, partial) if x is not None))
         _OwnSequenceNumber.apply(shard)
@@ -145,8 +145,8 @@ class _Unshard(torch.autograd.Function):
         if args.postdivide is not None:
             grad = grad / args.postdivide
         grad = grad.to(ctx.dtype)
-        if grad.shape[args.dim] != ctx.length:
-            grad = grad.narrow(args.dim, 0, ctx.length)
+        if grad.shape != ctx.shape:  # never of a scalar, which only a group of one can hold
+            grad = grad.narrow(args.dim, 0, ctx.shape[args.dim])
         return grad, None, None, None, None
 
 

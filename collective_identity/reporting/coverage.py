@@ -66,8 +66,12 @@ class _Want:
 
 
 def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: bool) -> Coverage:
-    """Compare the steps with the declarations; `cached` when some graph of the run came from a cache."""
+    """Compare the steps with the declarations; `cached` when some graph of the run came from a cache.
+
+    A later declaration of a model replaces an earlier one; one without rows only takes it back.
+    """
     latest = {record.model: record for record in declared}
+    latest = {model: record for model, record in latest.items() if record.rows}
     wants = [_want((record,)) for record in latest.values()]
     if len(wants) > 1:
         wants.append(_want(tuple(latest.values())))

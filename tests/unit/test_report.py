@@ -12,7 +12,7 @@ import pytest
 
 from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD, codes
 from collective_identity.agreement import RanksDisagree
-from collective_identity.ledger import ExpectedRow, Ledger
+from collective_identity.ledger import Expectation, ExpectedRow, Ledger
 from collective_identity.reporting import Report, build_report
 from collective_identity.reporting.jsonl import RankLog, write_run
 from collective_identity.reporting.records import AgreementRecord, Record, RunRecord
@@ -262,6 +262,18 @@ def test_two_models_each_have_their_declaration() -> None:
     report = build(book)
     assert report.ok, report.failures
     assert cell(report, PARAM_UNSHARD, "forward").expected == 12
+
+
+def test_a_declaration_without_rows_takes_an_earlier_one_back() -> None:
+    """A part that became one of a larger model, which declares the whole."""
+    book = ledger()
+    book.declare(expectation("part"))
+    book.declare(Expectation("part", {}, ()))
+    book.declare(expectation("whole"))
+    add_step(book, "0/0")
+    report = build(book)
+    assert report.ok, report.failures
+    assert cell(report, PARAM_UNSHARD, "forward").expected == 6
 
 
 def test_an_unknown_expected_count_is_compared_with_nothing() -> None:
