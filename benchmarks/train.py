@@ -48,6 +48,8 @@ VARIANTS = MappingProxyType(
         "captured": Variant(captured=True, options={"bucketing": False}),
         "not_resharded": Variant(captured=True, options={"bucketing": False, "reshard": False}),
         "bucketed": Variant(captured=True, options={}),
+        "overlapped": Variant(captured=True, options={"overlap": 1}),
+        "overlapped_2": Variant(captured=True, options={"overlap": 2}),
         "bucketed_graph": Variant(captured=True, options={"order": "graph", "cap_mb": 500.0}),
     }
 )

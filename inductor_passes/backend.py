@@ -119,7 +119,7 @@ class _Compile:
             upstream.joint_pass(self._joint),
         ):
             if self._options.inner == "inductor":
-                compiled = upstream.inductor(self._gm, self._inputs, self._around, self._options.inductor)
+                compiled = upstream.inductor(self._gm, self._inputs, self._around, self._options.inductor_patches)
             else:
                 compiled = upstream.aot_eager(self._gm, self._inputs, self._eager_graph)
         if not self._graphs:

@@ -40,6 +40,9 @@ class BackendOptions:
             roles merge without a role; ``"refuse"``: likewise, equal roles only.
         fusion: fuse all-gather + matmul and matmul + reduce-scatter of tensor parallelism on groups with symmetric
             memory.
+        overlap: how many parameter groups ahead of its first use a gather starts; reductions are then waited for
+            one group later. 0: collectives stay where the capture put them. Inductor's reordering for peak memory,
+            which would undo it, is off then.
         reshard: honour ``reshard_after_forward`` by gathering again in backward.
         pre_passes: callables run on each forward, backward and inference graph before anything of ours sees it.
             One with a ``uuid()`` keeps the compile caches usable; without it they are off for this compile.
@@ -55,6 +58,7 @@ class BackendOptions:
     mixed_dtypes: bool = False
     dedup: str = "off"
     fusion: bool = False
+    overlap: int = 0
     reshard: bool = True
     pre_passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -63,6 +67,11 @@ class BackendOptions:
     def cacheable(self) -> bool:
         """Whether everything that can change the output has a stable name."""
         return all(callable(getattr(one, "uuid", None)) for one in self.pre_passes)
+
+    @property
+    def inductor_patches(self) -> Mapping[str, Any]:
+        """Inductor's options for this compile: the user's, and what a pass of ours needs."""
+        return {"reorder_for_peak_memory": False, **self.inductor} if self.overlap else self.inductor
 
     def fingerprint(self) -> str:
         """These options as one line of JSON, for cache keys and for the agreement between ranks."""
@@ -95,6 +104,9 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     _one_of("dedup", own.get("dedup", "off"), DEDUP)
     for name in ("bucketing", "fusion", "mixed_dtypes", "reshard"):
         _one_of(name, own.get(name, True), (True, False))
+    overlap = own.get("overlap", 0)
+    if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:
+        raise OptionError(f"option 'overlap' expects a number of parameter groups, 0 or more, found {overlap!r}")
     if "kinds" in own:
         own["kinds"] = _several("kinds", own["kinds"])
         for kind in own["kinds"]:

@@ -1,4 +1,4 @@
-"""The pipeline's own passes over one graph: normalise, then on request fuse and dedup, then bucket by role."""
+"""The pipeline's own passes over one graph: normalise, then on request fuse and dedup, then bucket by role, then order."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .contract import GraphPass, LiteBehaviour, PassContext, PassContract, PassO
 from .dedup import dedup_reduce_scatters
 from .fusion import fuse_tensor_parallel
 from .options import BackendOptions
+from .overlap import apply_overlap, plan_overlap
 
 
 def graph_passes(options: BackendOptions) -> list[GraphPass]:
@@ -24,6 +25,8 @@ def graph_passes(options: BackendOptions) -> list[GraphPass]:
         passes.append(Dedup())
     if options.bucketing:
         passes.append(Bucket())
+    if options.overlap:
+        passes.append(Overlap())
     return passes
 
 
@@ -100,3 +103,20 @@ class Bucket:
             mixed_dtypes=options.mixed_dtypes, identities=identities,
         )
         return PassOutcome(changed=bool(plan.buckets), summary=plan.to_dict())
+
+
+class Overlap:
+    """Start FSDP's gathers ahead of their use and wait for its reductions later."""
+
+    contract = PassContract(
+        name="overlap",
+        lite=LiteBehaviour.SKIP,
+        requires=frozenset({"normalized"}),
+        provides=frozenset({"overlapped"}),
+        stage="graph",
+    )
+
+    def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
+        """Plan, then move; the plan goes into the report."""
+        plan = plan_overlap(gm, ahead=context.options.overlap)
+        return PassOutcome(changed=apply_overlap(gm, plan), summary=plan.to_dict())

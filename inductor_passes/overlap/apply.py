@@ -37,7 +37,8 @@ def apply_overlap(gm: fx.GraphModule, plan: OverlapPlan) -> bool:
     before[output] = list(range(output))
     priority = [-1e18 if node.op == "placeholder" else float(i) for i, node in enumerate(nodes)]
     for node, place in plan.places.items():
-        priority[index[node]] = max(place, -1e17)
+        behind = max(hazards.before.get(index[node], ()), default=-1) + 0.25  # nobody else moves for a gather
+        priority[index[node]] = max(place, behind, -1e17)
     ordered = stable_order(before, priority, [index[start] for start in plan.started])
     if ordered == list(range(len(nodes))):
         return False

@@ -9,7 +9,7 @@ Collectives of other roles, and what merely looks like FSDP's, keep their places
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ def _gathers(
             continue
         (wait,) = waits_of(start)
         below = _unpacking(wait)
-        first = min((index[u] for node in below for u in node.users if u not in below), default=index[wait])
+        first = _first_use(below, index, default=index[wait])
         found.append((first, start, packing, below))
     found.sort(key=lambda one: (one[0], index[one[1]]))
     for k, (first, start, packing, below) in enumerate(found):
@@ -105,7 +105,7 @@ def _reductions(
     for k, start in enumerate(scatters):
         (wait,) = waits_of(start)
         below = _unpacking(wait)
-        when = behind[k + 1] if k + 1 < len(behind) else last
+        when = min(behind[k + 1] if k + 1 < len(behind) else last, _first_use(below, index, default=len(index)) - _WAIT)
         places.update(dict.fromkeys(below, when))
         ends.update(dict.fromkeys(below, k + 1))
     for start in reduces:
@@ -113,11 +113,19 @@ def _reductions(
         if above is None:
             continue
         when = behind[ends[above]] if ends[above] < len(behind) else last
-        places[start] = when
-        (wait,) = waits_of(start)
+        below = _unpacking(*waits_of(start))
+        use = _first_use(below, index, default=len(index)) - _WAIT
+        places[start] = min(when, use)
         when = behind[ends[above] + 1] if ends[above] + 1 < len(behind) else last
-        places.update(dict.fromkeys(_unpacking(wait), when))
+        places.update(dict.fromkeys(below, min(when, use)))
     return list(scatters)
+
+
+def _first_use(below: Collection[fx.Node], index: Mapping[fx.Node, int], *, default: int) -> int:
+    """Position of the first node that computes with any of these, not counting the graph's output."""
+    return min(
+        (index[u] for node in below for u in node.users if u not in below and u.op != "output"), default=default
+    )
 
 
 def _packing(start: fx.Node) -> list[fx.Node] | None:

@@ -80,7 +80,7 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
         "backend 'collective_identity' expects options among bucketing, cap_mb, dedup, fqns, fusion, inner, kinds, "
-        "mixed_dtypes, order, pre_passes, reshard, or Inductor's own (torch._inductor.list_options()), found "
+        "mixed_dtypes, order, overlap, pre_passes, reshard, or Inductor's own (torch._inductor.list_options()), found "
         f"{name!r}: remove or correct them"
     )
 
@@ -157,6 +157,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {},
     {"inner": "aot_eager"},
     {"bucketing": False},
+    {"overlap": 1},
     {"kinds": ["all_gather"]},
     {"kinds": []},
     {"cap_mb": 1},

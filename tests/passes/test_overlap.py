@@ -1,0 +1,124 @@
+"""Overlap: where FSDP's collectives start and end, and that nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, start_nodes
+from inductor_passes.overlap import apply_overlap, plan_overlap
+from tests import random_graphs
+from tests.graphs import Builder
+
+aten = torch.ops.aten
+
+
+def layers(count: int, *, role: str | None = PARAM_UNSHARD) -> tuple[fx.GraphModule, list[Any], list[fx.Node]]:
+    """Each layer gathers its weight right before it is used, as the capture does."""
+    b = Builder()
+    x = b.placeholder("x", (8, 8))
+    shards = [b.placeholder(f"w{i}", (4, 8)) for i in range(count)]
+    gathers, products = [], []
+    for shard in shards:
+        made = b.all_gather(b.cast(shard, torch.float32), role=role)
+        gathers.append(made)
+        x = b.call(aten.mm.default, x, b.call(aten.t.default, made.wait))
+        products.append(x)
+    b.output(x)
+    return b.module(), gathers, products
+
+
+def positions(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(gm.graph.nodes)}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_gather_starts_ahead_and_is_waited_for_at_its_use(ahead: int) -> None:
+    gm, gathers, products = layers(4)
+    plan = plan_overlap(gm, ahead=ahead)
+    apply_overlap(gm, plan)
+    gm.graph.lint()
+    at = positions(gm)
+    for k, (made, product) in enumerate(zip(gathers, products, strict=True)):
+        assert at[made.wait] < at[product]
+        if k:
+            assert at[made.wait] > at[products[k - 1]], "waited for when it is needed, not before"
+        earlier = k - ahead - 1
+        if earlier >= 0:
+            assert at[made.start] > at[products[earlier]], "no more gathered groups alive than asked for"
+        if ahead and k >= ahead:
+            assert at[made.start] < at[gathers[k - ahead].wait], "on its way while the earlier one is used"
+    assert plan.to_dict() == {"gathers": 4, "reductions": 0}
+
+
+def test_what_is_not_fsdps_stays_where_it_is() -> None:
+    for role in ("tp.activation_gather", None):
+        gm, _, _ = layers(3, role=role)
+        before = list(gm.graph.nodes)
+        assert not apply_overlap(gm, plan_overlap(gm))
+        assert list(gm.graph.nodes) == before
+
+
+def test_a_reduction_is_waited_for_where_the_next_one_starts() -> None:
+    b = Builder()
+    g = b.placeholder("g", (8, 8))
+    scatters, computed = [], []
+    for _ in range(3):
+        g = b.call(aten.mm.default, g, g)
+        computed.append(g)
+        scatters.append(b.reduce_scatter(g, role=GRAD_REDUCE_SHARD))
+    b.output(*(made.wait for made in scatters))
+    gm = b.module()
+    starts = [made.start for made in scatters]
+    assert plan_overlap(gm).delayed == tuple(starts)
+    assert apply_overlap(gm, plan_overlap(gm))
+    gm.graph.lint()
+    at = positions(gm)
+    assert [n for n in gm.graph.nodes if n in starts] == starts
+    for k, made in enumerate(scatters[:-1]):
+        assert at[computed[k + 1]] < at[made.wait] < at[scatters[k + 1].start]
+    assert at[scatters[2].wait] == len(at) - 2
+
+
+def test_a_write_to_a_shard_is_not_passed() -> None:
+    """An in-place update of the shard before the gather stays before it."""
+    b = Builder()
+    x, w0, w1 = b.placeholder("x", (8, 8)), b.placeholder("w0"), b.placeholder("w1")
+    first = b.all_gather(w0, role=PARAM_UNSHARD)
+    y = b.call(aten.mm.default, x, b.call(aten.t.default, first.wait))
+    written = b.call(aten.mul_.Tensor, w1, 2.0)
+    second = b.all_gather(w1, role=PARAM_UNSHARD)
+    b.output(b.call(aten.mm.default, y, b.call(aten.t.default, second.wait)))
+    gm = b.module()
+    apply_overlap(gm, plan_overlap(gm))
+    gm.graph.lint()
+    at = positions(gm)
+    assert at[written] < at[second.start]
+
+
+def test_random_graphs_keep_their_nodes_and_the_order_of_what_is_not_fsdps() -> None:
+    moved = 0
+    for seed in range(150):
+        gm = random_graphs.random_graph(seed)
+        random_graphs.annotated(gm, seed)
+        nodes = list(gm.graph.nodes)
+        plan = plan_overlap(gm)
+        others = [n for n in start_nodes(gm) if n not in plan.places]
+        moved += apply_overlap(gm, plan)
+        at = positions(gm)
+        assert all(at[above] < at[node] for node in at for above in node.all_input_nodes), f"seed {seed}"
+        assert set(gm.graph.nodes) == set(nodes) and len(gm.graph.nodes) == len(nodes), f"seed {seed}"
+        assert [n for n in gm.graph.nodes if n in set(others)] == others, f"seed {seed}"
+    assert moved > 10
+
+
+def test_wrong_arguments() -> None:
+    gm, _, _ = layers(2)
+    with pytest.raises(ValueError, match="expected ahead >= 0 parameter groups, found -1"):
+        plan_overlap(gm, ahead=-1)
+    other, _, _ = layers(2)
+    with pytest.raises(ValueError, match="expected a plan of this graph"):
+        apply_overlap(other, plan_overlap(gm))
