@@ -99,7 +99,8 @@ class Graph:
         """The collectives left; None when they are not known."""
         if self.finish is None or self.finish.error is not None:
             return None
-        return None if self.finish.cached and not self.finish.rows else self.finish.rows
+        unknown = self.finish.cached and not self.finish.rows and self.captured != ()  # nothing comes of nothing
+        return None if unknown else self.finish.rows
 
     def phase_of(self, row: CollectiveRow) -> str:
         """ "forward", "regather" (a gather on the backward side) or "backward" (a reduction)."""

@@ -196,6 +196,16 @@ def test_from_cache_is_unknown_not_a_failure() -> None:
     assert report.to_dict()["graphs"][0]["captured"] is None
 
 
+def test_a_cached_graph_that_held_no_collective_is_known() -> None:
+    """The forward of a replicated model: nothing was captured, so nothing is left, and the backward can be compared."""
+    book = declared()
+    log = book.begin_graph("forward", "0/0", "inductor")
+    log.captured(())
+    log.finish((), cached=True)
+    assert build(book).to_dict()["graphs"][0]["after"] == {}
+    assert build(book).to_dict()["graphs"][0]["captured"] == {}
+
+
 def test_forward_from_cache_leaves_the_backward_comparable() -> None:
     book = declared()
     book.begin_graph("forward", "0/0", "inductor").finish((), cached=True)
