@@ -8,7 +8,7 @@ follows who took over from whom. FX calls the hooks of the module that owns the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -85,6 +85,7 @@ class Watch:
         name: Callable[[], str],
         stack: Callable[[], tuple[str, ...]] | None = None,
         on_create: Callable[[fx.Node], None] | None = None,
+        on_rebuilt: Callable[[Mapping[fx.Node, fx.Node]], None] | None = None,
     ) -> None:
         """
         Args:
@@ -93,8 +94,11 @@ class Watch:
             name: the pass at work, asked when a start node is erased.
             stack: the Python stack, asked then too.
             on_create: called with each new node of this graph.
+            on_rebuilt: called when the module was given another graph, with old node → new node of that name.
         """
-        self._gm, self._on_step, self._name, self._stack, self._on_create = gm, on_step, name, stack, on_create
+        self._gm, self._on_step, self._name, self._stack = gm, on_step, name, stack
+        self._on_create, self._on_rebuilt = on_create, on_rebuilt
+        self._graph = gm.graph
         self._names = {node.name: node for node in gm.graph.nodes}
         self._fresh: dict[fx.Node, None] = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
@@ -113,6 +117,7 @@ class Watch:
             yield self
         finally:
             _unhook(gm, hooks, copied)
+        self._follow()
         self.settle()
 
     def settle(self) -> None:
@@ -125,7 +130,20 @@ class Watch:
             self._on_step(Step(takeovers, fresh, starts))
 
     def _mine(self, node: fx.Node) -> bool:
-        return node.graph is self._gm.graph  # bodies of wrapped operators name the same owner
+        self._follow()
+        return node.graph is self._graph  # bodies of wrapped operators name the same owner
+
+    def _follow(self) -> None:
+        """Go on with a copied graph, if the module was given one: copying calls no hook, and keeps names."""
+        if self._gm.graph is self._graph:
+            return
+        self.settle()
+        new = {node.name: node for node in self._gm.graph.nodes}
+        same = {old: new[name] for name, old in self._names.items() if name in new}
+        self._replaced = {same[a]: same[b] for a, b in self._replaced.items() if a in same and b in same}
+        self._graph, self._names = self._gm.graph, new
+        if self._on_rebuilt is not None:
+            self._on_rebuilt(same)
 
     def _create(self, node: fx.Node) -> None:
         if self._mine(node):

@@ -10,7 +10,7 @@ dedup and in a decomposition, and aliases it in a lowering (PyTorch 2.11-2.15 ``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -67,7 +67,7 @@ def reconciled(gm: fx.GraphModule, say: Say | None = None) -> Iterator[Reconcile
         What was put right, complete on exit.
     """
     reconciler = _Reconciler(gm, say)
-    with Watch(gm, reconciler.step, name=_who).watching():
+    with Watch(gm, reconciler.step, name=_who, on_rebuilt=reconciler.rebuilt).watching():
         yield reconciler.done
     reconciler.finish()
 
@@ -100,7 +100,11 @@ class _Reconciler:
             elif self._held.get(takeover.erased) is not None and not takeover.dead:
                 gone.append(takeover)
         starts = set(step.starts)
+        metas = {id(takeover.erased.meta) for takeover in step.takeovers}
         for node in step.fresh:
+            if id(node.meta) in metas:  # the whole metadata is shared, not only what is in it
+                node.meta = dict(node.meta)
+            metas.add(id(node.meta))
             if node not in starts and store.has_payload(node):
                 store.put(node, {})
                 self.done.cleared += 1
@@ -114,13 +118,19 @@ class _Reconciler:
                 by_group.setdefault(takeover.launch.group, []).append(takeover)
         for node in orphans:
             self._orphan(node, by_group.get(_launch(node).group, []))
-        groups = {_launch(node).group for node in orphans}
+        left = {_launch(node).group: node for node in reversed(orphans)}
         for takeover in gone:
-            self._ended(takeover, groups)
+            self._ended(takeover, left.get(takeover.launch.group))
         for takeover in step.takeovers:
             self._hold(takeover.erased, None)
             del self._held[takeover.erased]
         self._decided.update(node for node in step.starts if node in self._held)
+
+    def rebuilt(self, same: Mapping[fx.Node, fx.Node]) -> None:
+        """Follow a graph that was copied node by node."""
+        self._held = {same[node]: held for node, held in self._held.items() if node in same}
+        self._count = Counter(held for held in self._held.values() if held is not None)
+        self._decided = {same[node] for node in self._decided if node in same}
 
     def finish(self) -> None:
         """Look once at the whole graph: passes also write without creating or erasing anything."""
@@ -160,7 +170,7 @@ class _Reconciler:
         parts = [one.erased for one in several]
         if node in self._held:  # it was there before: common subexpressions, found equal
             parts.insert(0, node)
-        elif store.members_of(node) is not None:
+        elif (kept := store.members_of(node)) is not None and all(store.members_of(p) is not kept for p in parts):
             self._hold(node, _identity(node, launch))
             return
         identities = [self._held.get(part) for part in parts]
@@ -170,10 +180,20 @@ class _Reconciler:
             earlier = store.members_of(parts[0])
             if earlier is not None:
                 store.set_members(node, earlier)
+            lost = store.dropped_of(parts[0])
+            if lost is not None and lost.code is not None:  # lost earlier, and recorded then
+                store.drop(node, lost.code, lost.pass_name or who, lost.detail)
+                self._hold(node, None)
+                return
         else:
             self.done.merged += 1
             outcome = merge_outcome(identities, producer=who)
             store.set_members(node, BucketRecord(who, tuple(_members(parts, identities))))
+            lost = next((found for part in parts if (found := store.dropped_of(part)) is not None), None)
+            if lost is not None and lost.code is not None and not any(identities):
+                store.drop(node, lost.code, lost.pass_name or who, lost.detail)
+                self._hold(node, None)
+                return
         if outcome.identity is not None:
             outcome = replacement_outcome(outcome.identity, launch.transport, producer=who)
         self._settle(node, outcome, identities, who)
@@ -195,8 +215,8 @@ class _Reconciler:
         if theirs:
             who = theirs[0].pass_name
             roles = sorted({held.role for one in theirs if (held := self._held.get(one.erased)) is not None})
-            for role in roles:
-                self._drop(node, codes.DROPPED_DECOMPOSED, who, role, f"{who} decomposed {', '.join(roles)}")
+            store.drop(node, codes.DROPPED_DECOMPOSED, who, f"{who} decomposed {', '.join(roles)}")
+            self._hold(node, None)
             return
         found = _identity(node, _launch(node))
         if found is not None and (self._count[found] or store.members_of(node) is not None):
@@ -207,7 +227,7 @@ class _Reconciler:
             found = None
         self._hold(node, found)
 
-    def _ended(self, takeover: Takeover, orphans: set[str | None]) -> None:
+    def _ended(self, takeover: Takeover, orphan: fx.Node | None) -> None:
         held, who = self._held[takeover.erased], takeover.pass_name
         assert held is not None, takeover.erased.name
         was = takeover.launch
@@ -221,7 +241,9 @@ class _Reconciler:
             for node, outcome in zip(takeover.by, outcomes, strict=True):
                 self._settle(node, outcome, [held], who)
                 self._hold(node, outcome.identity)
-        elif was.group not in orphans:
+        elif orphan is not None:
+            self._record(codes.DROPPED_DECOMPOSED, orphan, who, held.role, f"{who} decomposed {held.role}")
+        else:
             self._record(codes.DROPPED_UNKNOWN, takeover.erased, who, held.role, f"{who} erased {takeover.erased.name}")
 
     def _drop(self, node: fx.Node, code: Code, who: str, role: str, detail: str) -> None:

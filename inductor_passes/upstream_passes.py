@@ -101,7 +101,7 @@ def _pass(name: str, call: Callable[..., Any]) -> GraphModulePass:
         given = _arguments(name, call)
         on_graph = next(iter(inspect.signature(call).parameters)) == "graph"
         with symmetric_memory() if name in ("micro_pipeline_tp", "low_contention") else nullcontext():
-            with inductor_config.patch(dict(all_switches())):  # type: ignore[attr-defined]
+            with inductor_config.patch(dict(all_switches())), _fake_mode(gm):  # type: ignore[attr-defined]
                 call(gm.graph if on_graph else gm, **given)
         _sort(gm)
 
@@ -127,7 +127,8 @@ def _arguments(name: str, call: Callable[..., Any]) -> dict[str, Any]:
 def _post_grad(gm: fx.GraphModule) -> None:
     from torch._inductor.fx_passes.post_grad import post_grad_passes
 
-    with symmetric_memory(), inductor_config.patch(dict(all_switches())):  # type: ignore[attr-defined]
+    switches = inductor_config.patch(dict(all_switches()))  # type: ignore[attr-defined]
+    with symmetric_memory(), switches, _fake_mode(gm):
         post_grad_passes(gm, is_inference=False)
 
 
@@ -135,6 +136,20 @@ def _sort(gm: fx.GraphModule) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(gm.graph)
+
+
+@contextmanager
+def _fake_mode(gm: fx.GraphModule) -> Iterator[None]:
+    """As while Inductor compiles: the graph's own fake mode is the current one."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.virtualized import V
+
+    mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+    if mode is None:
+        yield
+        return
+    with V.set_fake_mode(mode):
+        yield
 
 
 @contextmanager

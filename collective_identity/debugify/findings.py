@@ -178,14 +178,14 @@ def _ended(
 ) -> Iterator[Finding]:
     """Identities that no collective carries on."""
     reached = {part.number for parts in descent.values() for part in parts}
-    by_node = {one.erased: one for one in seen.takeovers}
+    by_name = {one.erased.name: one for one in reversed(seen.takeovers)}
     reasons = {
         launch.group: dropped for node, launch in starts.items() if (dropped := store.dropped_of(node)) is not None
     }
-    for node, origin in origins.items():
+    for origin in origins.values():
         if origin.number in reached or origin.identity is None:
             continue
-        takeover = by_node.get(node)
+        takeover = by_name.get(origin.name)
         stack = takeover.stack if takeover is not None else ()
         dropped = reasons.get(origin.launch.group)
         left: tuple[str, ...] = ()

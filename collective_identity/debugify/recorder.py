@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,13 +20,13 @@ class Recorder:
     """What a pass did to one graph and its sub-graphs.
 
     Attributes:
-        takeovers: every start node that was erased, in order.
+        log: in order, every start node that was erased, and for each rebuilt graph old node → new node.
         created: new node → the stack that created it.
         written: node → the last stack that wrote its ``meta["custom"]`` as a whole.
     """
 
     def __init__(self) -> None:
-        self.takeovers: list[Takeover] = []
+        self.log: list[Takeover | Mapping[fx.Node, fx.Node]] = []
         self.created: dict[fx.Node, Stack] = {}
         self.written: dict[fx.Node, Stack] = {}
         self._last: fx.Node | None = None
@@ -35,11 +35,16 @@ class Recorder:
         """The stack to blame for what a node carries: the last writer, else the creator, else nothing."""
         return self.written.get(node) or self.created.get(node, ())
 
+    @property
+    def takeovers(self) -> list[Takeover]:
+        """Every start node that was erased, in order."""
+        return [one for one in self.log if isinstance(one, Takeover)]
+
     @contextmanager
     def recording(self, gm: fx.GraphModule) -> Iterator[None]:
         """Record while open; hooks and watched metadata are gone afterwards."""
         watches = [
-            Watch(module, self._step, name=lambda: "", stack=_stack, on_create=self._on_create)
+            Watch(module, self._step, name=lambda: "", stack=_stack, on_create=self._on_create, on_rebuilt=self.log.append)
             for module in graph_modules(gm)
         ]
         watched = [node for module in graph_modules(gm) for node in module.graph.nodes]
@@ -54,7 +59,7 @@ class Recorder:
                     node.meta = dict(node.meta)
 
     def _step(self, step: Step) -> None:
-        self.takeovers += step.takeovers
+        self.log += step.takeovers
 
     def _on_create(self, node: fx.Node) -> None:
         if self._last is not None and type(self._last.meta) is dict:  # node_copy gave it another one

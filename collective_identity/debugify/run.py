@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import fx
 
+from ..lineage import Takeover
 from ..losses import matches, snapshot
 from ..subgraphs import graph_modules
 from ..transports import launches
@@ -82,7 +84,10 @@ def _descent(
 ) -> dict[fx.Node, tuple[Origin, ...]]:
     """Start node → the collectives whose work it does, by node and by what took over from what."""
     held: dict[fx.Node, dict[Origin, None]] = {node: {origin: None} for node, origin in origins.items()}
-    for takeover in recorder.takeovers:
+    for takeover in recorder.log:
+        if not isinstance(takeover, Takeover):
+            held = {takeover.get(node, node): parts for node, parts in held.items()}
+            continue
         parts = held.pop(takeover.erased, {})
         for node in takeover.by:
             held.setdefault(node, {}).update(parts)
@@ -117,8 +122,6 @@ def _place(one: Pass) -> Stack:
 
 
 def _placed(finding: Finding, place: Stack) -> Finding:
-    from dataclasses import replace
-
     return replace(finding, stack=place) if finding.fault and not finding.stack else finding
 
 

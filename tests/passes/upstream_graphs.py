@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,22 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from tests.graphs import Builder, aten
 
 SIZE = 4
+ESTIMATES = ("estimate_roofline_runtime_ms", "estimate_runtime_analytical")  # 2.12 on; 2.11
+
+
+@contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Passes estimate times from a GPU's bandwidth and ask for NCCL; graphs are only rewritten here."""
+    import torch.utils._runtime_estimation as estimation
+    from torch._inductor.fx_passes import overlap_scheduling
+
+    (estimate,) = (name for name in ESTIMATES if hasattr(overlap_scheduling, name))
+    with (
+        patch.object(overlap_scheduling, estimate, lambda node: 1.0),
+        patch.object(estimation, "get_gpu_dram_gbps", lambda: 1000.0),
+        patch.object(dist, "is_nccl_available", lambda: True),
+    ):
+        yield
 
 
 def world() -> str:
@@ -71,11 +89,10 @@ def step() -> fx.GraphModule:
 def tensor_parallel() -> fx.GraphModule:
     """All-gather then matmul, matmul then reduce-scatter: what micro-pipelining fuses."""
     b = Builder()
-    x, w = b.placeholder("x", (8, 16)), b.placeholder("w", (16, 16))
+    x, w, y = b.placeholder("x", (8, 16)), b.placeholder("w", (16, 16)), b.placeholder("y", (32, 16))
     gathered = b.all_gather(x, group=world(), size=SIZE).wait
-    hidden = b.call(aten.mm.default, gathered, w)
-    product = b.call(aten.mm.default, hidden, b.placeholder("v", (16, 16)))
-    return _done(b, b.reduce_scatter(product, group=world(), size=SIZE).wait)
+    product = b.call(aten.mm.default, y, w)
+    return _done(b, b.call(aten.mm.default, gathered, w), b.reduce_scatter(product, group=world(), size=SIZE).wait)
 
 
 def gram() -> fx.GraphModule:
