@@ -10,6 +10,7 @@ NAMES = {
     "classify": "what each collective is: ours against torch's own, growth with the graph, networkx's share",
     "bucketing": "merging gathers: ours against torch's own, memory, growth with the graph",
     "dedup": "scattering a sum once: ours against torch's own, growth with the graph",
+    "fusion": "tensor-parallel products fused and unfused on GPUs (start with torchrun)",
     "identity": "what identities cost: compile time and metadata memory per collective",
 }
 

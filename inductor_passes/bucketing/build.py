@@ -72,6 +72,7 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
         like: torch.Tensor = member.meta["val"]
         if like.dtype is not key.dtype:
             piece = build.call(_ATEN.clone.default, (piece,), result, memory_format=torch.contiguous_format)
+            piece = build.reshape(piece, [piece.meta["val"].numel()], result)  # an empty row has no strides to divide
             piece = build.call(_ATEN.view.dtype, (piece, like.dtype), result)
         build.contiguous(piece, like, shape, result)
         results.append(result)

@@ -134,6 +134,13 @@ def test_gathers_go_as_bytes_where_it_is_asked_for(group: tuple[str, int]) -> No
     assert all(n.meta["val"].is_contiguous() for n in outs)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0,)])
+def test_nothing_goes_as_no_bytes(shape: tuple[int, ...]) -> None:
+    b = Builder()
+    made = [b.all_gather(b.placeholder(f"w{i}", shape, dtype=d), role=UNSHARD) for i, d in enumerate(TYPES)]
+    assert len(bucketed(finish(b, *made), mixed_dtypes=True).buckets) == 1
+
+
 def test_odd_bytes_before_a_wide_type_stay_aligned() -> None:
     b = Builder()
     made = [b.all_gather(b.placeholder("a", (1,), dtype=torch.uint8), group="self", size=1, role=UNSHARD),
