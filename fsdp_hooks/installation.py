@@ -109,6 +109,11 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     return model
 
 
+def is_installed(model: nn.Module) -> bool:
+    """Whether ``install`` or ``data_parallel`` captures this model's parameters."""
+    return _INSTALLED in model.__dict__ or any(BINDINGS in module.__dict__ for module in model.modules())
+
+
 def _read_options_again(root: weakref.ref[nn.Module]) -> None:
     """An FSDP2 setter was called: every later forward is another graph, and another declaration."""
     model = root()

@@ -1,0 +1,153 @@
+"""What of a training step is data, and what is fixed when it is traced?
+
+A step reads and writes the shards of parameters, the buffers and the optimizer's state in place: they are inputs of
+its graph, as the batch is. Everything else, hyperparameters and arguments that are no tensors, is fixed and compared
+at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from .errors import InstallError
+from .runtime import BINDINGS
+
+_TENSOR = object()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's storage of a tensor, without autograd."""
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as ``whole`` that holds ``part`` on this rank."""
+    if not isinstance(whole, DTensor):
+        return part
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+class _Shard:
+    """Stands for a sharded parameter while a step is traced."""
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self._part = part
+        self.requires_grad = part.requires_grad
+
+    def to_local(self) -> torch.Tensor:
+        """The traced part."""
+        return self._part
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter or buffer, and every module attribute that holds it."""
+
+    tensor: torch.Tensor
+    owners: tuple[tuple[dict[str, Any], nn.Module, str], ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it gets a gradient."""
+        return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
+
+    def put(self, part: torch.Tensor) -> None:
+        """Have the modules read ``part`` instead."""
+        for table, module, name in self.owners:
+            gathered = name in module.__dict__.get(BINDINGS, ())
+            table[name] = _Shard(part) if gathered else like(part, self.tensor)
+
+    def put_back(self) -> None:
+        """Have the modules read the tensor itself again."""
+        for table, _, name in self.owners:
+            table[name] = self.tensor
+
+
+def slots_of(model: nn.Module) -> tuple[Slot, ...]:
+    """Every parameter, then every buffer of a model; tied ones once."""
+    found: dict[int, tuple[torch.Tensor, list[tuple[dict[str, Any], nn.Module, str]]]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for module in model.modules():
+            table = getattr(module, kind)
+            for name, tensor in table.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (tensor, []))[1].append((table, module, name))
+    return tuple(Slot(tensor, tuple(owners)) for tensor, owners in found.values())
+
+
+@contextmanager
+def swapped(slots: Sequence[Slot], parts: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Have the model read ``parts`` instead of its own tensors."""
+    try:
+        for slot, part in zip(slots, parts, strict=True):
+            slot.put(part)
+        yield
+    finally:
+        for slot in slots:
+            slot.put_back()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of a step, taken apart: tensors, and what is fixed."""
+
+    tensors: tuple[torch.Tensor, ...]
+    fixed: tuple[Any, ...]
+    spec: Any
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """Take arguments apart, nested containers as well."""
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(tensors, tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """``(args, kwargs)`` with other tensors."""
+        given = iter(tensors)
+        return pytree.tree_unflatten([next(given) if one is _TENSOR else one for one in self.fixed], self.spec)
+
+    def expect(self, found: Batch) -> None:
+        """Compare with the batch that the step was traced with; ``self`` is that one.
+
+        Raises:
+            InstallError: other structure, shapes, dtypes, devices or fixed values.
+        """
+        if self.spec != found.spec or len(self.tensors) != len(found.tensors):
+            raise InstallError(
+                f"the step expects arguments as it was traced with, {self.spec}, found {found.spec}: trace it again"
+            )
+        for place, (a, b) in enumerate(zip(self.tensors, found.tensors, strict=True)):
+            if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+                raise InstallError(
+                    f"the step expects tensor {place} of its arguments to be {_say(a)}, as it was traced, found "
+                    f"{_say(b)}: trace a step for each shape, or pad the batch"
+                )
+        for a, b in zip(self.fixed, found.fixed, strict=True):
+            if a is not b and not _equal(a, b):
+                raise InstallError(
+                    f"the step expects the argument {a!r} that it was traced with, found {b!r}: what is no tensor is "
+                    "part of the graph; trace it again, or pass a tensor"
+                )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # an argument of any type
+        return False
+
+
+def _say(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

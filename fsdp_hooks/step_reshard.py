@@ -1,0 +1,83 @@
+"""``reshard_after_forward`` in a whole-step graph: what backward needs is gathered again, not kept."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from collective_identity import PARAM_UNSHARD, identity_of, stamp, start_nodes
+from collective_identity.transports import is_start, is_wait
+
+from .reshard import RESHARD_KEY
+
+
+def gather_again(gm: fx.GraphModule, forward_ends: str) -> int:
+    """Give backward gathers of its own, where their producer resharded; how many.
+
+    Args:
+        gm: a whole-step graph, normalised.
+        forward_ends: name of the last node of the forward.
+    """
+    nodes = list(gm.graph.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    end = next(i for i, node in enumerate(nodes) if node.name == forward_ends)
+    for node in nodes[end + 1 :]:
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_backward"
+    count = 0
+    for start in start_nodes(gm):
+        identity = identity_of(start)
+        marked = start.meta.get("custom", {}).get(RESHARD_KEY) is True
+        if identity is None or identity.role != PARAM_UNSHARD or not marked or index[start] > end:
+            continue
+        chain = _chain(start)
+        late = {u for node in chain for u in node.users if index.get(u, 0) > end and u.op != "output"}
+        if not late:
+            continue
+        first = min(late, key=lambda node: index[node])
+        copies = _copied(gm.graph, chain, first)
+        stamp(copies[start], identity)
+        for user in late:
+            for node in chain:
+                if node in user.all_input_nodes:
+                    user.replace_input_with(node, copies[node])
+        count += 1
+    if count:
+        gm.graph.lint()
+        gm.recompile()
+    return count
+
+
+def _copied(graph: fx.Graph, chain: list[fx.Node], before: fx.Node) -> dict[fx.Node, fx.Node]:
+    copies: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(before):
+        for node in chain:
+            copies[node] = copy = graph.node_copy(node, lambda n: copies.get(n, n))
+            copy.meta = {**node.meta, "partitioner_tag": "is_forward"}
+    return copies
+
+
+def _chain(start: fx.Node) -> list[fx.Node]:
+    """From the shard to the full parameter: what the gather alone is made from, it, and what is made from it alone."""
+    chain = [start]
+    while len(chain[0].all_input_nodes) == 1 and chain[0].all_input_nodes[0].op == "call_function":
+        above = chain[0].all_input_nodes[0]
+        if is_start(above) or is_wait(above):
+            break
+        chain.insert(0, above)
+    members = {start}
+    for node in chain[chain.index(start) :]:  # grows while it is read
+        for user in node.users:
+            inside = user.op == "call_function" and not is_start(user) and user not in members
+            if inside and all(n in members for n in user.all_input_nodes) and _moves_only(user):
+                members.add(user)
+                chain.append(user)
+    return chain
+
+
+def _moves_only(node: fx.Node) -> bool:
+    """A wait, view, slice, cast or joining of pieces: what the unshard operator itself does."""
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    return name in _MOVING or bool(getattr(node.target, "is_view", False))
+
+
+_MOVING = frozenset({"wait_tensor", "cat", "getitem", "chunk", "split", "_to_copy", "clone", "_unsafe_view"})

@@ -1,0 +1,191 @@
+"""``trace_train_step``: forward, loss, backward and optimizer of a sharded model as one FX graph.
+
+The model is traced as ``install`` captures it, on the parts that this rank holds, so every FSDP collective is a
+functional one with an explicit role, and FSDP2's own hooks, streams and buffers are not in the graph. They need not
+be: FSDP2's parameters are its state between steps, and the graph reads and writes exactly these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+import collective_identity as ci
+
+from . import compat
+from .errors import InstallError
+from .installation import install, is_installed, uninstall
+from .step_inputs import Batch, Slot, like, local, slots_of, swapped
+from .step_optimizer import TracedOptimizer
+from .step_reshard import gather_again
+
+Loss = Callable[..., Any]
+
+
+class TrainStep:
+    """A traced training step; call it with a batch of the shapes it was traced with.
+
+    Attributes:
+        graph_module: the graph. Inputs: this rank's part of every parameter, the buffers, the optimizer's state, the
+            batch; it updates the first three in place, as eager training does, and returns what the loss function
+            returned and the gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, slots: tuple[Slot, ...], batch: Batch, optimizer: TracedOptimizer | None
+    ) -> None:
+        self._model, self._slots, self._batch, self._optimizer = model, slots, batch, optimizer
+        self.graph_module: fx.GraphModule = fx.GraphModule(nn.Module(), fx.Graph())
+        self._returned: Any = None
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step. Returns what the loss function returns, detached.
+
+        Without an optimizer the gradients are added to ``param.grad``, as ``backward`` does; with one the parameters
+        are updated and ``param.grad`` stays None.
+
+        Raises:
+            InstallError: a batch, a parameter or a hyperparameter is not as it was traced.
+        """
+        found = Batch.of(args, kwargs)
+        self._batch.expect(found)
+        if self._optimizer is not None:
+            self._optimizer.expect_unchanged()
+        compat.reshard_all(self._model)
+        for slot in self._slots:
+            if any(table.get(name) is not slot.tensor for table, _, name in slot.owners):
+                raise InstallError(
+                    "the step expects the parameters and buffers that it was traced with, found "
+                    f"{slot.owners[0][2]!r} of {type(slot.owners[0][1]).__name__} replaced: trace it again"
+                )
+        with torch.no_grad():
+            results = (self._run or self.graph_module)(*self._inputs(found.tensors))
+        if self._optimizer is None:
+            self._hand_over(results[len(results) - self._trained :])
+        return pytree.tree_unflatten(list(results[: self._returned.num_leaves]), self._returned)
+
+    def compile(
+        self, backend: str | Callable[..., Any] = "collective_identity", *, options: Mapping[str, Any] | None = None
+    ) -> TrainStep:
+        """Compile the graph with a ``torch.compile`` backend; the payloads go with it. Returns this step.
+
+        Args:
+            backend: a registered name, or what ``torch.compile(backend=)`` takes.
+            options: the backend's own.
+        """
+        compiler = compat.backend(backend) if isinstance(backend, str) else backend
+        extra = {} if options is None else {"options": dict(options)}
+        with torch.no_grad():
+            self._run = compiler(self.graph_module, self._inputs(self._batch.tensors), **extra)
+        return self
+
+    @property
+    def _trained(self) -> int:
+        return 0 if self._optimizer is not None else sum(slot.trainable for slot in self._slots)
+
+    def _inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        held = [local(slot.tensor) for slot in self._slots]
+        return [*held, *(self._optimizer.tensors() if self._optimizer else ()), *tensors]
+
+    def _hand_over(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        trained = [slot.tensor for slot in self._slots if slot.trainable]
+        for param, gradient in zip(trained, gradients, strict=True):
+            if gradient is None:
+                continue
+            if param.grad is None:
+                param.grad = like(gradient, param)
+            else:
+                local(param.grad).add_(gradient)
+
+
+def trace_train_step(
+    model: nn.Module,
+    loss_fn: Loss,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> TrainStep:
+    """Trace one training step of a ``fully_shard`` (or ``data_parallel``) model into one FX graph.
+
+    Nothing is executed and no random number is drawn: the step is traced on fake tensors. Between calls the model is
+    what it was, eager FSDP2 (or installed): evaluation, checkpoints and eager steps work as ever.
+
+    Args:
+        model: the sharded model, materialised.
+        loss_fn: ``loss_fn(model, *inputs, **kwargs)`` returns the scalar loss, or a tuple (or list) that begins with
+            it. Ordinary PyTorch code; no branch may depend on a tensor's value.
+        example_inputs: arguments of ``loss_fn`` after the model; shapes, dtypes and devices are those of every call.
+        example_kwargs: its keyword arguments.
+        optimizer: its ``step`` becomes part of the graph, after the loss's backward. SGD, or Adam and AdamW with
+            ``fused=True``. None: gradients are handed over as ``backward`` does.
+
+    Returns:
+        The step: call it, or ``compile`` it first.
+
+    Raises:
+        InstallError: the model is not sharded, is compiled, or the loss is not a scalar that needs gradients.
+        UnsupportedOption: an FSDP2 option or an optimizer that cannot be captured.
+    """
+    compat.check_version()
+    was_installed = is_installed(model)
+    if not was_installed:
+        install(model)
+    try:
+        return _trace(model, loss_fn, Batch.of(example_inputs, example_kwargs or {}), optimizer)
+    finally:
+        if not was_installed:
+            uninstall(model)
+
+
+def _trace(
+    model: nn.Module, loss_fn: Loss, batch: Batch, optimizer: torch.optim.Optimizer | None
+) -> TrainStep:
+    slots = slots_of(model)
+    step = TrainStep(model, slots, batch, None if optimizer is None else TracedOptimizer.of(optimizer))
+    forward_ends = ""
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
+        nonlocal forward_ends
+        parts = list(inputs[: len(slots)])
+        for place, slot in enumerate(slots):
+            if slot.trainable:
+                parts[place] = parts[place].detach().requires_grad_()
+        rest = list(inputs[len(slots) : len(inputs) - len(batch.tensors)])
+        args, kwargs = batch.with_tensors(inputs[len(inputs) - len(batch.tensors) :])
+        with swapped(slots, parts), torch.enable_grad():
+            returned = loss_fn(model, *args, **kwargs)
+        leaves, step._returned = pytree.tree_flatten(returned)
+        loss = leaves[0] if leaves else None
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise InstallError(
+                "trace_train_step expects loss_fn to return a scalar loss that depends on the parameters, or a tuple "
+                f"that begins with it, found {type(loss).__name__}"
+                + (f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
+            )
+        forward_ends = compat.last_traced_node()
+        trained = [part for part, slot in zip(parts, slots, strict=True) if slot.trainable]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if step._optimizer is None:
+            return [*outputs, *gradients]
+        for part, gradient in zip(trained, gradients, strict=True):
+            part.grad = gradient
+        step._optimizer.step(
+            rest, {id(slot.tensor): part for part, slot in zip(parts, slots, strict=True) if slot.trainable}
+        )
+        return outputs
+
+    step.graph_module = gm = compat.traced(run, step._inputs(batch.tensors))
+    ci.normalize(gm)
+    gather_again(gm, forward_ends)
+    log = ci.session.ensure().begin_graph("joint", f"{type(model).__name__} step", "trace_train_step")
+    rows = ci.collective_table(gm)
+    log.captured(rows)
+    log.finish(rows)
+    return step
