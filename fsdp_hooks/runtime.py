@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .errors import InstallError
 from .operator import UnshardArgs, unshard
 from .spec import ParamSpec
 
@@ -31,7 +32,11 @@ METHODS = "_fsdp_hooks_methods"
 
 
 class Unit:
-    """The parameters that FSDP2 gathers together for one ``fully_shard`` call, and its precision policy."""
+    """The parameters that FSDP2 gathers together for one ``fully_shard`` call, and its precision policy.
+
+    That of ``fully_shard([a, b])`` has several ``members``: the first to run opens it; it closes when all have run,
+    with its root, or, where a member is called outside the root's forward, at once.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,10 @@ class Unit:
         self.sources: tuple[tuple[nn.Module, str, ParamSpec], ...] = ()
         self.accumulated: dict[str, Accumulated] = {}
         self.shared_below: tuple[Unit, ...] = ()
+        self.root: Unit | None = None
         self.options_changed: Callable[[], None] | None = None
+        self.check_waiting: Callable[[], None] | None = None
+        self.reset: Callable[[], None] | None = None
         self.full: dict[str, torch.Tensor] | None = None
         self.depth = 0
         self.ran: tuple[int, ...] = ()
@@ -81,7 +89,8 @@ class Unit:
         self.depth -= 1
         if self.members > 1 and member not in self.ran:
             self.ran = (*self.ran, member)
-        last = self.depth == 0 and (self.members == 1 or len(self.ran) == self.members)
+        alone = self.root is None or self.root.full is None
+        last = self.depth == 0 and (alone or len(self.ran) == self.members)
         if last:
             self.close()
         if self.cast_outputs_to is not None and (last or self.casts_every_member):
@@ -112,9 +121,13 @@ class Accumulated:
     Each is a leaf of stride 0, allocated only through its ``grad``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sync_now: Callable[[], str]) -> None:
+        """`sync_now`: what FSDP2's flags ask for at this moment, as in ``UnshardArgs.sync``."""
         self.unreduced: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
+        self.taken = False
+        self._sync_now = sync_now
+        self._heard: torch.Tensor | None = None
 
     def prepare(self, spec: ParamSpec, device: torch.device) -> None:
         """Make the leaf that ``spec.args.sync`` asks for, if it is not there."""
@@ -123,6 +136,47 @@ class Accumulated:
             self.unreduced = _leaf(spec.accumulator_shape, dtype, device)
         elif spec.args.sync == "shard" and self.reduced is None:
             self.reduced = _leaf(spec.accumulator_shape, dtype, device)
+        else:
+            return
+        leaf = self.unreduced if spec.args.sync == "none" else self.reduced
+        assert leaf is not None
+        leaf.register_post_accumulate_grad_hook(functools.partial(self._arrived, spec.fqn, spec.args.sync))
+        if self._heard is None:
+            self._heard = torch.zeros((), dtype=dtype, device=device).requires_grad_()
+            self._heard.register_post_accumulate_grad_hook(self._reduced)
+
+    def _arrived(self, fqn: str, sync: str, leaf: torch.Tensor) -> None:
+        if sync == "shard":
+            self.taken = False
+        if self._sync_now() != sync:
+            raise InstallError(
+                f"parameter {fqn!r}: expected the gradient-sync options to stay from forward to backward, found them "
+                "changed in between, so this gradient would be reduced too late: call set_requires_gradient_sync and "
+                "set_requires_all_reduce before the forward they are meant for"
+            )
+
+    def _reduced(self, leaf: torch.Tensor) -> None:
+        self.taken, leaf.grad = False, None
+
+    def check(self, fqn: str) -> None:
+        """Refuse to go on when a forward took what had accumulated and no backward brought it back.
+
+        Raises:
+            InstallError: it was not reduced, where eager FSDP2 would have.
+        """
+        if self.taken:
+            raise InstallError(
+                f"parameter {fqn!r}: expected the step that communicates to use every parameter whose gradient "
+                "accumulated, and to run backward, found that it did not, so the gradient was never reduced: use it in "
+                "that step too, or leave gradient sync on"
+            )
+
+    def forget(self) -> None:
+        """Drop what accumulated."""
+        self.taken = False
+        for leaf in (self.unreduced, self.reduced):
+            if leaf is not None:
+                leaf.grad = None
 
     @property
     def waits(self) -> bool:
@@ -135,8 +189,14 @@ class Accumulated:
             return unshard(shard, args, accumulator=self.unreduced)
         pending = _take(self.unreduced)
         if args.sync == "shard":
+            if pending is not None:
+                self.taken = True
             return unshard(shard, args, accumulator=self.reduced, pending=pending)
-        return unshard(shard, args, pending=pending, partial=_take(self.reduced))
+        partial = _take(self.reduced)
+        if pending is None and partial is None:
+            return unshard(shard, args)
+        self.taken = True
+        return unshard(shard, args, accumulator=self._heard, pending=pending, partial=partial)
 
 
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
