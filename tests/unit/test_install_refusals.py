@@ -219,14 +219,17 @@ def test_a_change_after_install_is_refused(method: str, accepted: bool | None) -
             getattr(block, method)(*args)
 
 
-@pytest.mark.parametrize(("method", "accepted"), [(m, a) for m, a in PRESENT.items() if a is not None])
-def test_setting_what_is_set_already_is_accepted(method: str, accepted: bool) -> None:
+def test_setting_what_is_set_already_is_accepted() -> None:
+    """Where FSDP2's default is the one value we honour. Torch 2.11 has no such setter."""
     model = fsdp_hooks.install(sharded())
-    parameter = list(inspect.signature(getattr(FSDPModule, method)).parameters)[1]
-    assert getattr(model, method)(accepted) is None
-    assert getattr(model, method)(**{parameter: accepted}) is None
-    with pytest.raises(UnsupportedOption):
-        getattr(model, method)(**{parameter: not accepted})
+    for method, accepted in PRESENT.items():
+        if accepted is None:
+            continue
+        parameter = list(inspect.signature(getattr(FSDPModule, method)).parameters)[1]
+        assert getattr(model, method)(accepted) is None
+        assert getattr(model, method)(**{parameter: accepted}) is None
+        with pytest.raises(UnsupportedOption):
+            getattr(model, method)(**{parameter: not accepted})
 
 
 def test_setters_work_again_after_uninstall() -> None:
