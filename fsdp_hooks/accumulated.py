@@ -9,7 +9,8 @@ FSDP2's: ``to_accumulated_grad_if_needed`` and ``accumulate_unsharded_grad_if_ne
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import torch
 
@@ -19,27 +20,67 @@ from .spec import ParamSpec
 
 
 class Accumulated:
-    """What one parameter's gradients add up to while backward does not communicate, or not over all axes."""
+    """What one parameter's gradients add up to while backward does not communicate, or not over all axes.
 
-    def __init__(self, fqn: str, sharded: torch.Tensor) -> None:
+    Each is a leaf of stride 0, allocated only through its ``grad``.
+    """
+
+    def __init__(self, sync_now: Callable[[], str]) -> None:
+        """`sync_now`: what FSDP2's flags ask for at this moment, as in ``UnshardArgs.sync``."""
         self.unreduced: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
-        self.taken: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        self._fqn = fqn
-        self._given_back = False
-        self._handle = sharded.register_post_accumulate_grad_hook(self._arrived)
+        self.taken = False
+        self._sync_now = sync_now
+        self._heard: torch.Tensor | None = None
 
     def prepare(self, spec: ParamSpec, device: torch.device) -> None:
-        """Make the leaf that ``spec.args.sync`` asks for, if it is not there; take back what no backward came for."""
-        self.unreduced, self.reduced = map(_added, (self.unreduced, self.reduced), self.taken)
-        self._given_back = self.taken != (None, None)
-        self.taken = (None, None)
+        """Make the leaf that ``spec.args.sync`` asks for, if it is not there."""
         dtype = spec.args.accumulate_dtype or spec.dtype
         if spec.args.sync == "none" and self.unreduced is None:
             self.unreduced = _leaf(spec.accumulator_shape, dtype, device)
         elif spec.args.sync == "shard" and self.reduced is None:
             self.reduced = _leaf(spec.accumulator_shape, dtype, device)
-            self.reduced.register_post_accumulate_grad_hook(self._arrived)
+        else:
+            return
+        leaf = self.unreduced if spec.args.sync == "none" else self.reduced
+        assert leaf is not None
+        leaf.register_post_accumulate_grad_hook(functools.partial(self._arrived, spec.fqn, spec.args.sync))
+        if self._heard is None:
+            self._heard = torch.zeros((), dtype=dtype, device=device).requires_grad_()
+            self._heard.register_post_accumulate_grad_hook(self._reduced)
+
+    def _arrived(self, fqn: str, sync: str, leaf: torch.Tensor) -> None:
+        if sync == "shard":
+            self.taken = False
+        if self._sync_now() != sync:
+            raise InstallError(
+                f"parameter {fqn!r}: expected the gradient-sync options to stay from forward to backward, found them "
+                "changed in between, so this gradient would be reduced too late: call set_requires_gradient_sync and "
+                "set_requires_all_reduce before the forward they are meant for"
+            )
+
+    def _reduced(self, leaf: torch.Tensor) -> None:
+        self.taken, leaf.grad = False, None
+
+    def check(self, fqn: str) -> None:
+        """Refuse to go on when a forward took what had accumulated and no backward brought it back.
+
+        Raises:
+            InstallError: it was not reduced, where eager FSDP2 would have.
+        """
+        if self.taken:
+            raise InstallError(
+                f"parameter {fqn!r}: expected the step that communicates to use every parameter whose gradient "
+                "accumulated, and to run backward, found that it did not, so the gradient was never reduced: use it in "
+                "that step too, or leave gradient sync on"
+            )
+
+    def forget(self) -> None:
+        """Drop what accumulated."""
+        self.taken = False
+        for leaf in (self.unreduced, self.reduced):
+            if leaf is not None:
+                leaf.grad = None
 
     @property
     def waits(self) -> bool:
@@ -47,30 +88,19 @@ class Accumulated:
         return any(leaf is not None and leaf.grad is not None for leaf in (self.unreduced, self.reduced))
 
     def unshard(self, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
-        """Gather; backward adds to what waits, or reduces it. The forward of that backward takes it."""
+        """Gather; backward adds to these, or takes what is there. The forward that will communicate takes it."""
         if args.sync == "none":
             return unshard(shard, args, accumulator=self.unreduced)
         pending = _take(self.unreduced)
-        partial = None if args.sync == "shard" else _take(self.reduced)
-        if pending is not None or partial is not None:
-            self.taken = (pending, partial)
-            self._given_back = False
-        accumulator = self.reduced if args.sync == "shard" else None
-        return unshard(shard, args, accumulator=accumulator, pending=pending, partial=partial)
-
-    def end(self) -> None:
-        """Stop listening to the parameter."""
-        self._handle.remove()
-
-    def _arrived(self, leaf: Any) -> None:
-        """Backward reduced what its forward took."""
-        if self._given_back:
-            raise InstallError(
-                f"parameter {self._fqn!r}: expected FSDP2's options to stay as they are from a forward to its "
-                "backward, found them set in between while accumulated gradients were on their way: call "
-                "set_requires_gradient_sync and the like before the forward that they are for"
-            )
-        self.taken = (None, None)
+        if args.sync == "shard":
+            if pending is not None:
+                self.taken = True
+            return unshard(shard, args, accumulator=self.reduced, pending=pending)
+        partial = _take(self.reduced)
+        if pending is None and partial is None:
+            return unshard(shard, args)
+        self.taken = True
+        return unshard(shard, args, accumulator=self._heard, pending=pending, partial=partial)
 
 
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -84,9 +114,3 @@ def _take(leaf: torch.Tensor | None) -> torch.Tensor | None:
     gradient = leaf.grad
     leaf.grad = None
     return gradient
-
-
-def _added(leaf: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if leaf is not None and gradient is not None:
-        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-    return leaf

@@ -224,12 +224,12 @@ def gradients_wait(group: Any) -> bool:
 
 
 def uses_default_comms(group: Any) -> bool:
-    """True when no custom all-gather or reduce-scatter object was set."""
+    """True for FSDP2's own all-gather and reduce-scatter objects, wherever they take their buffers from."""
     return all(
-        type(getattr(group, name)).__name__ == default
-        for name, default in (
-            ("_all_gather_comm", "DefaultAllGather"),
-            ("_reduce_scatter_comm", "DefaultReduceScatter"),
+        type(getattr(group, name)).__name__ in known
+        for name, known in (
+            ("_all_gather_comm", ("DefaultAllGather", "ProcessGroupAllocAllGather")),
+            ("_reduce_scatter_comm", ("DefaultReduceScatter", "ProcessGroupAllocReduceScatter")),
         )
         if hasattr(group, name)
     )

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
 from collective_identity.ledger import Expectation, ExpectedRow
+from collective_identity.reporting.records import ExpectedRecord, GraphRecord
+from collective_identity.session import Session
 
 from .data_parallel_record import data_parallel_specs
 from .spec import ParamSpec
@@ -61,6 +64,22 @@ def expected_collectives(model: nn.Module, *, saved_for_backward: Collection[str
     first = specs[0].args
     world = {"shard": first.group_size, "replicate": first.replicate_size}
     return Expectation(model=type(model).__name__ + _without(specs), world=world, rows=tuple(rows))
+
+
+def declare_again(session: Session, expected: Expectation) -> None:
+    """Declare what a step issues from now on, after an option changed.
+
+    Under a name of its own once graphs were compiled: the report compares each step with what fits it.
+    """
+    records = session.ledger.records()
+    ours = [r for r in records if isinstance(r, ExpectedRecord) and r.model.split(" #")[0] == expected.model]
+    if not expected.rows or any(r.rows == expected.rows for r in ours):
+        return
+    if ours and any(isinstance(r, GraphRecord) for r in records[records.index(ours[-1]) :]):
+        expected = replace(expected, model=f"{expected.model} #{len({r.model for r in ours}) + 1}")
+    elif ours:
+        expected = replace(expected, model=ours[-1].model)
+    session.declare(expected)
 
 
 def _without(specs: Sequence[ParamSpec]) -> str:

@@ -17,7 +17,7 @@ import collective_identity
 from . import compat, refusals
 from .accumulated import Accumulated
 from .errors import InstallError
-from .expected import expected_collectives
+from .expected import declare_again, expected_collectives
 from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capturing_class
 from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
 
@@ -55,10 +55,9 @@ class _Planned:
         for found in self.found:
             spec = found.spec()
             unit.sources += ((*found.owners[0], spec),)
-            if spec.trainable and spec.args.sync != "all" and spec.fqn not in unit.accumulated:
-                unit.accumulated[spec.fqn] = Accumulated(spec.fqn, found.param.sharded_param)
-            if spec.fqn in unit.accumulated:
-                unit.accumulated[spec.fqn].prepare(spec, unit.device)
+            if spec.trainable and spec.args.sync != "all":
+                now = functools.partial(compat.sync_of, found.group)
+                unit.accumulated.setdefault(spec.fqn, Accumulated(now)).prepare(spec, unit.device)
             for owner, attribute in found.owners:
                 if BINDINGS in owner.__dict__:
                     owner.__dict__[BINDINGS][attribute] = Binding(unit, spec)
@@ -96,10 +95,13 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     for plan in planned:
         _take_over(installation, plan)
         plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
+        plan.unit.check_waiting = functools.partial(_check_waiting, weakref.ref(model))
+        plan.unit.reset = functools.partial(_reset, weakref.ref(model))
     _swap_classes(installation)
     model.__dict__[_INSTALLED] = installation
 
-    session.declare(expected)
+    if expected.rows:  # one rank alone neither gathers nor reduces
+        session.declare(expected)
     logger.info(
         "installed on %s: %d attributes read through %d fully_shard modules",
         type(model).__name__,
@@ -114,14 +116,31 @@ def is_installed(model: nn.Module) -> bool:
     return _INSTALLED in model.__dict__ or any(BINDINGS in module.__dict__ for module in model.modules())
 
 
+def _plans_of(model: nn.Module | None) -> tuple[_Planned, ...]:
+    installation = None if model is None else model.__dict__.get(_INSTALLED)
+    return () if installation is None else installation.plans
+
+
 def _read_options_again(root: weakref.ref[nn.Module]) -> None:
     """An FSDP2 setter was called: every later forward is another graph, and another declaration."""
     model = root()
-    if model is None or _INSTALLED not in model.__dict__:
-        return
-    for plan in model.__dict__[_INSTALLED].plans:
+    for plan in _plans_of(model):
         plan.read_options()
-    collective_identity.session.ensure().declare(expected_collectives(model))
+    if model is not None and _plans_of(model):
+        declare_again(collective_identity.session.ensure(), expected_collectives(model))
+
+
+def _check_waiting(root: weakref.ref[nn.Module]) -> None:
+    for plan in _plans_of(root()):
+        for fqn, accumulated in plan.unit.accumulated.items():
+            accumulated.check(fqn)
+
+
+def _reset(root: weakref.ref[nn.Module]) -> None:
+    for plan in _plans_of(root()):
+        plan.unit.close()
+        for accumulated in plan.unit.accumulated.values():
+            accumulated.forget()
 
 
 def uninstall(model: nn.Module) -> nn.Module:
@@ -216,10 +235,13 @@ def _plan(model: nn.Module, root_ids: set[int]) -> list[_Planned]:
         )
         plan.read_options()
         planned.append(plan)
-    shared = tuple(plan.unit for plan in planned if plan.unit.members > 1)
     for plan in planned:
         if id(plan.modules[0]) in root_ids:
-            plan.unit.shared_below = shared
+            inside = {id(module) for module in plan.modules[0].modules()}
+            below = [one.unit for one in planned if one.unit.members > 1 and id(one.modules[0]) in inside]
+            plan.unit.shared_below = tuple(below)
+            for unit in below:
+                unit.root = plan.unit
         for module in plan.modules:
             module.reshard()  # type: ignore[operator]
     return planned

@@ -103,7 +103,7 @@ class _Unshard(torch.autograd.Function):
         args: UnshardArgs,
     ) -> torch.Tensor:
         ctx.args, ctx.shape, ctx.dtype = args, shard.shape, shard.dtype
-        ctx.has = pending is not None, partial is not None
+        ctx.has, ctx.says_so = (pending is not None, partial is not None), accumulator is not None
         ctx.save_for_backward(*(x for x in (pending, partial) if x is not None))
         _OwnSequenceNumber.apply(shard)
         if args.param_dtype is not None:
@@ -144,10 +144,11 @@ class _Unshard(torch.autograd.Function):
             grad = WAIT(_replicate(grad.contiguous(), args))
         if args.postdivide is not None:
             grad = grad / args.postdivide
+        said = grad.dtype
         grad = grad.to(ctx.dtype)
         if grad.shape != ctx.shape:  # never of a scalar, which only a group of one can hold
             grad = grad.narrow(args.dim, 0, ctx.shape[args.dim])
-        return grad, None, None, None, None
+        return grad, grad.new_zeros((), dtype=said) if ctx.says_so else None, None, None, None
 
 
 def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -210,6 +211,7 @@ def unshard(
         args: what to gather and how to reduce.
         accumulator: with ``args.sync`` of ``"none"`` or ``"shard"`` the leaf whose ``grad`` takes the gradient, in
             ``args.accumulate_dtype``: shape of the full parameter, or of one padded shard. The shard then gets none.
+            With ``"all"`` a scalar leaf, whose ``grad`` becomes zero: backward has taken `pending` and `partial`.
         pending: what accumulated under ``"none"``, added to the gradient before the reduce-scatter.
         partial: what accumulated under ``"shard"``, added to its result.
 

@@ -1,4 +1,4 @@
-"""The FSDP2 options that capture does not honour yet. Each is refused by name; none is ignored."""
+"""What becomes of each FSDP2 option: followed, a hint without effect, or refused by name. None is ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("a custom all-gather or reduce-scatter object", lambda g: not compat.uses_default_comms(g)),
     ("set_all_reduce_hook", lambda g: getattr(g, "_all_reduce_hook", None) is not None),
     ("set_reduce_scatter_unused_params(True)", lambda g: bool(getattr(g, "reduce_scatter_unused_params", False))),
-    ("reshard_after_forward=<int>", lambda g: compat.resharded_after_forward(g) and g._use_post_forward_mesh),
     ("dp_mesh_dims (an SPMD mesh)", lambda g: bool(getattr(g.mesh_info, "is_spmd_mesh", False))),
     ("replicate() (a mesh without a shard dimension)", lambda g: compat.shard_group(g) is None),
 )
@@ -45,6 +44,7 @@ FOLLOWED = (
     "set_reduce_scatter_divide_factor",
     "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms",
+    "set_separate_reduce_scatter_group",
 )
 
 #: FSDPModule methods that would change, behind our back, what a captured graph does. True, False: only this argument
@@ -55,13 +55,17 @@ REFUSED: Mapping[str, bool | None] = MappingProxyType(
         "set_custom_reduce_scatter": None,
         "set_all_reduce_hook": None,
         "set_reduce_scatter_unused_params": False,
-        "set_separate_reduce_scatter_group": None,
         "set_keep_unsharded_storage": False,
         "set_manual_backward_finalization": False,
-        "set_allocate_memory_from_process_group_for_comm": False,
+        "finalize_backward": None,
         "set_symm_mem_for_comm": None,
         "unshard": None,
     }
+)
+
+_UNINSTALL = "call fsdp_hooks.uninstall(model) first, and train with eager FSDP2"
+_WAYS_OUT: Mapping[str, str] = MappingProxyType(
+    {"unshard": "read a full parameter with parameter.full_tensor(), or call fsdp_hooks.uninstall(model) first"}
 )
 
 #: Hints about when eager FSDP2 issues or frees things. Values are the same; a captured graph has its own order.
@@ -73,6 +77,7 @@ HINTS = (
     "set_reduce_scatter_max_input_buffers",
     "set_reshard_after_backward",
     "set_unshard_in_backward",
+    "set_allocate_memory_from_process_group_for_comm",
 )
 
 
@@ -111,6 +116,8 @@ def refuse(name: str, option: str, way_out: str = WAY_OUT) -> None:
 def methods_of_installed(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Replacements for the option setters of an installed FSDP module's class."""
     followed = {name: _following(base, name) for name in FOLLOWED if hasattr(base, name)}
+    if hasattr(base, "reset_iter_state"):
+        followed["reset_iter_state"] = _resetting(base)
     return followed | {name: _refusing(base, name, only) for name, only in REFUSED.items() if hasattr(base, name)}
 
 
@@ -119,23 +126,36 @@ def _following(base: type[nn.Module], method: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def setter(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        unit = self.__dict__[UNIT][0]
+        unit.check_waiting()
         original(self, *args, **kwargs)
-        self.__dict__[UNIT][0].options_changed()
+        unit.options_changed()
 
     return setter
 
 
+def _resetting(base: type[nn.Module]) -> Callable[..., Any]:
+    method = "reset_iter_state"
+    original: Callable[..., Any] = getattr(base, method)
+
+    @functools.wraps(original)
+    def reset_iter_state(self: nn.Module) -> None:
+        original(self)
+        self.__dict__[UNIT][0].reset()
+
+    return reset_iter_state
+
+
 def _refusing(base: type[nn.Module], method: str, accepted: bool | None) -> Callable[..., Any]:
-    parameter = list(inspect.signature(getattr(base, method)).parameters)[1]
+    parameters = list(inspect.signature(getattr(base, method)).parameters)[1:]
 
     def setter(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        given = args[0] if args else kwargs.get(parameter)
+        given = args[0] if args else kwargs.get(parameters[0]) if parameters else None
         if accepted is not None and given is accepted:
             return
         raise UnsupportedOption(
-            f"{type(self).__name__}.{method}: the model is captured by fsdp_hooks, which read this option of FSDP2 at "
-            "install and would not see the change: set it before fsdp_hooks.install where install supports it, "
-            "or call fsdp_hooks.uninstall(model) first"
+            f"{type(self).__name__}.{method}: fsdp_hooks does not support it on an installed model, whose collectives "
+            f"are in the captured graph: {_WAYS_OUT.get(method, _UNINSTALL)}"
         )
 
     setter.__name__ = method

@@ -32,7 +32,11 @@ METHODS = "_fsdp_hooks_methods"
 
 
 class Unit:
-    """The parameters that FSDP2 gathers together for one ``fully_shard`` call, and its precision policy."""
+    """The parameters that FSDP2 gathers together for one ``fully_shard`` call, and its precision policy.
+
+    That of ``fully_shard([a, b])`` has several ``members``: the first to run opens it; it closes when all have run,
+    with its root, or, where a member is called outside the root's forward, at once.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,10 @@ class Unit:
         self.sources: tuple[tuple[nn.Module, str, ParamSpec], ...] = ()
         self.accumulated: dict[str, Accumulated] = {}
         self.shared_below: tuple[Unit, ...] = ()
+        self.root: Unit | None = None
         self.options_changed: Callable[[], None] | None = None
+        self.check_waiting: Callable[[], None] | None = None
+        self.reset: Callable[[], None] | None = None
         self.full: dict[str, torch.Tensor] | None = None
         self.depth = 0
         self.ran: tuple[int, ...] = ()
@@ -82,7 +89,8 @@ class Unit:
         self.depth -= 1
         if self.members > 1 and member not in self.ran:
             self.ran = (*self.ran, member)
-        last = self.depth == 0 and (self.members == 1 or len(self.ran) == self.members)
+        alone = self.root is None or self.root.full is None
+        last = self.depth == 0 and (alone or len(self.ran) == self.members)
         if last:
             self.close()
         if self.cast_outputs_to is not None and (last or self.casts_every_member):
