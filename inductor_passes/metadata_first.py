@@ -285,7 +285,8 @@ def _refuse(module: Any, name: str, found: object, expected: str) -> None:
 
 
 def _from(found: object) -> str:
-    return f"{getattr(found, '__module__', type(found).__module__)}.{getattr(found, '__qualname__', type(found).__name__)}"
+    named = found if hasattr(found, "__qualname__") else type(found)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 @contextmanager

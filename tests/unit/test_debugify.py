@@ -51,10 +51,10 @@ def erase(gm: fx.GraphModule, starts: list[fx.Node], waits: list[fx.Node]) -> No
 
 
 def example(source: str) -> Callable[[fx.GraphModule], Any]:
-    names: dict[str, Any] = dict(
-        start_nodes=start_nodes, identity_of=identity_of, stamp=stamp, drop=drop, replace=replace, Source=Source,
-        Identity=Identity, merge_outcome=merge_outcome, bucket=bucket, erase=erase,
-    )  # fmt: skip
+    names: dict[str, Any] = {
+        one.__name__: one
+        for one in (start_nodes, identity_of, stamp, drop, replace, Source, Identity, merge_outcome, bucket, erase)
+    }
     exec(compile(source, str(PAGE), "exec"), names)
     (name,) = re.findall(r"^def (\w+)", source, re.M)
     return names[name]  # type: ignore[no-any-return]
