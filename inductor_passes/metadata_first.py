@@ -258,7 +258,7 @@ def _module(name: str) -> Any:
 
 
 def _checked(module: Any, name: _Name) -> Callable[..., Any]:
-    found = getattr(module, name.function, None)
+    found: Any = getattr(module, name.function, None)
     if not inspect.isfunction(found) or found.__module__ != module.__name__ or hasattr(found, "__wrapped__"):
         _refuse(module, name.function, found, f"torch's own function ({', '.join(name.parameters)})")
     parameters = tuple(inspect.signature(found).parameters)

@@ -100,7 +100,9 @@ def with_reason(gm: fx.GraphModule) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "kind"), [(wrong_transport, Kind.TRANSPORT_MISMATCH), (duplicate, Kind.DUPLICATE)], ids=["transport", "duplicate"]
+    ("one", "kind"),
+    [(wrong_transport, Kind.TRANSPORT_MISMATCH), (duplicate, Kind.DUPLICATE)],
+    ids=["transport", "duplicate"],
 )
 def test_planted(one: Callable[[fx.GraphModule], None], kind: Kind) -> None:
     faults = [finding for _, finding in debugify(one, graph()).faults if finding.kind is kind]
@@ -135,4 +137,4 @@ def test_a_pass_that_raises_is_named() -> None:
 def test_the_fixture(debugify_fixture: Callable[..., Any]) -> None:  # noqa: F811
     debugify_fixture(lambda gm: None, graph())
     with pytest.raises(DebugifyFault):
-        debugify_fixture(example(dict((re.findall(r"def (\w+)", s)[0], s) for _, s in EXAMPLES)["spread"]), graph())
+        debugify_fixture(example({re.findall(r"def (\w+)", s)[0]: s for _, s in EXAMPLES}["spread"]), graph())
