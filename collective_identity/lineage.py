@@ -110,7 +110,7 @@ class Watch:
     def watching(self) -> Iterator[Watch]:
         """Hooks are on while open and gone afterwards, from copies made meanwhile as well."""
         gm = self._gm
-        hooks = tuple(map(_Hook, (self._create, self._replace, self._erase)))
+        hooks = (_Hook(self._create), _Hook(self._replace), _Hook(self._erase))
         copied = _Hook(lambda copy: _unhook(copy, hooks, copied))
         _hook(gm, hooks, copied)
         try:
@@ -233,7 +233,7 @@ class _Hook:
         return self
 
 
-def _hook(gm: fx.GraphModule, hooks: tuple[_Hook, ...], copied: _Hook) -> None:
+def _hook(gm: fx.GraphModule, hooks: tuple[_Hook, _Hook, _Hook], copied: _Hook) -> None:
     create, replace, erase = hooks
     gm._register_create_node_hook(create)
     gm._register_replace_node_hook(replace)
@@ -241,9 +241,9 @@ def _hook(gm: fx.GraphModule, hooks: tuple[_Hook, ...], copied: _Hook) -> None:
     gm._register_deepcopy_hook(copied)
 
 
-def _unhook(gm: fx.GraphModule, hooks: tuple[_Hook, ...], copied: _Hook) -> None:
+def _unhook(gm: fx.GraphModule, hooks: tuple[_Hook, _Hook, _Hook], copied: _Hook) -> None:
     """Only what is there: `__copy__` and other makers of modules drop hooks."""
-    lists = (gm._create_node_hooks, gm._replace_hooks, gm._erase_node_hooks, gm._deepcopy_hooks)
+    lists: tuple[list[Any], ...] = (gm._create_node_hooks, gm._replace_hooks, gm._erase_node_hooks, gm._deepcopy_hooks)
     for registered, hook in zip(lists, (*hooks, copied), strict=True):
         if hook in registered:
             registered.remove(hook)

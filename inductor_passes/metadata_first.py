@@ -258,7 +258,7 @@ def _module(name: str) -> Any:
 
 
 def _checked(module: Any, name: _Name) -> Callable[..., Any]:
-    found = getattr(module, name.function, None)
+    found: Any = getattr(module, name.function, None)
     if not inspect.isfunction(found) or found.__module__ != module.__name__ or hasattr(found, "__wrapped__"):
         _refuse(module, name.function, found, f"torch's own function ({', '.join(name.parameters)})")
     parameters = tuple(inspect.signature(found).parameters)
@@ -285,7 +285,8 @@ def _refuse(module: Any, name: str, found: object, expected: str) -> None:
 
 
 def _from(found: object) -> str:
-    return f"{getattr(found, '__module__', type(found).__module__)}.{getattr(found, '__qualname__', type(found).__name__)}"
+    named = found if hasattr(found, "__qualname__") else type(found)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def rewrites_collectives() -> bool:
     """Whether any of these passes is switched on, in this thread, now."""
     from .upstream import inductor_flag, inductor_option_exists
 
-    names = ("compute_estimator", "min_bytes", "skip_overlap", "insert_overlap", "runtime_estimation", "collective_bucketing")
+    names = ("_estimat", "min_bytes", "skip_overlap", "insert_overlap", "collective_bucketing")
     return any(
         inductor_flag(name) not in (False, None, "none")
         for name, _ in _SWITCHES

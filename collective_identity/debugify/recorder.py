@@ -44,7 +44,14 @@ class Recorder:
     def recording(self, gm: fx.GraphModule) -> Iterator[None]:
         """Record while open; hooks and watched metadata are gone afterwards."""
         watches = [
-            Watch(module, self._step, name=lambda: "", stack=_stack, on_create=self._on_create, on_rebuilt=self.log.append)
+            Watch(
+                module,
+                self._step,
+                name=lambda: "",
+                stack=_stack,
+                on_create=self._on_create,
+                on_rebuilt=self.log.append,
+            )
             for module in graph_modules(gm)
         ]
         watched = [node for module in graph_modules(gm) for node in module.graph.nodes]

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..lineage import Takeover
 from ..losses import matches, snapshot
+from ..store import members_of
 from ..subgraphs import graph_modules
 from ..transports import launches
 from .findings import Finding, compare
@@ -92,7 +93,16 @@ def _descent(
         for node in takeover.by:
             held.setdefault(node, {}).update(parts)
     alive = {node for module in graph_modules(gm) for node in launches(module)}
-    return {node: tuple(sorted(parts, key=lambda o: o.number)) for node, parts in held.items() if parts and node in alive}
+    by_name = {origin.name: origin for origin in origins.values()}
+    for node in alive - set(origins):
+        record = members_of(node)  # the pass itself says what it merged
+        if record is not None and not held.get(node):
+            held[node] = {by_name[one.name]: None for one in record.members if one.name in by_name}
+    return {
+        node: tuple(sorted(parts, key=lambda origin: origin.number))
+        for node, parts in held.items()
+        if parts and node in alive
+    }
 
 
 def _named(passes: Passes) -> list[tuple[str, Pass]]:
@@ -103,7 +113,8 @@ def _named(passes: Passes) -> list[tuple[str, Pass]]:
     named = [one if isinstance(one, tuple) else (_name(one), one) for one in given]
     names = [name for name, _ in named]
     if not named or len(set(names)) < len(names):
-        raise ValueError(f"passes: expected at least one, each with a name of its own, found {', '.join(names) or 'none'}")
+        found = ", ".join(names) or "none"
+        raise ValueError(f"passes: expected at least one, each with a name of its own, found {found}")
     for name, one in named:
         if not callable(one):
             raise ValueError(f"passes: expected a callable for {name!r}, found {type(one).__name__}")
@@ -116,7 +127,7 @@ def _name(one: Any) -> str:
 
 def _place(one: Pass) -> Stack:
     """Where the pass itself is, for what was done without an event that we see."""
-    function = inspect.unwrap(one) if inspect.isfunction(one) else getattr(one, "__call__", one)
+    function = inspect.unwrap(one) if inspect.isfunction(one) else getattr(type(one), "__call__", one)  # noqa: B004
     code = getattr(function, "__code__", None) or getattr(getattr(function, "__func__", None), "__code__", None)
     return (f"{code.co_filename}:{code.co_firstlineno} {_name(one)}",) if code is not None else (_name(one),)
 

@@ -142,7 +142,10 @@ def test_a_bucket_of_a_bucket_keeps_every_member() -> None:
     assert found.params == ("p0", "p1", "p2")
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product((GRAD_REDUCE_SHARD, "tp.partial", None), repeat=2)))
+ROLES = (GRAD_REDUCE_SHARD, "tp.partial", None)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(ROLES, repeat=2)))
 def test_dedup(first: str | None, second: str | None) -> None:
     if "dedup_reduce_scatters" not in PASSES:
         assert not hasattr(__import__("torch")._inductor.config, "dedup_reduce_scatters")
