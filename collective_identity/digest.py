@@ -174,6 +174,7 @@ def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
         gm: the graph, as captured.
         logical_groups: replace process-group names by their order of first appearance. Names are kept for a
             cache, which is per process; ranks on other sub-groups of one mesh use other names for the same thing.
+            Positions then count payloads, not nodes.
 
     Returns:
         64 hexadecimal digits, equal in every process for equal payloads.
@@ -188,12 +189,13 @@ def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
         if not isinstance(module, fx.GraphModule):
             continue
         for position, node in enumerate(module.graph.nodes):
+            place = len(rows) if logical_groups else position  # a rank with an uneven shard has other nodes in between
             for key, value in store.raw_payloads(node).items():
-                rows.append([path, position, key, plain(_regrouped(value, group))])
+                rows.append([path, place, key, plain(_regrouped(value, group))])
             operator = compat.op_name(node.target) or ""
             if operator.startswith(_HOOK_NAMESPACE):
                 given = {k: group(v) if k in _GROUPS else v for k, v in compat.arguments(node).items()}
-                rows.append([path, position, operator, plain(given)])
+                rows.append([path, place, operator, plain(given)])
     return sha256(rows)
 
 

@@ -80,7 +80,8 @@ class TracedOptimizer:
         for group, traced in zip(self.optimizer.param_groups, self.groups, strict=True):
             values = {k: next(given) if isinstance(v, torch.Tensor) else v for k, v in traced.items()}
             groups.append({**values, "params": [parts[id(p)] for p in group["params"] if id(p) in parts]})
-        inner = type(self.optimizer)([group for group in groups if group["params"]])
+        kind: Any = type(self.optimizer)
+        inner = kind([group for group in groups if group["params"]])
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if id(param) in parts:
@@ -100,8 +101,8 @@ class TracedOptimizer:
             for name, value in _hyperparameters(group).items():
                 if not isinstance(value, torch.Tensor) and value != traced[name]:
                     raise UnsupportedOption(
-                        f"the step expects {name}={traced[name]!r} of parameter group {number}, as it was traced, found "
-                        f"{value!r}: trace it again, or make it a tensor (lr=torch.tensor({value!r})) before tracing"
+                        f"the step expects {name}={traced[name]!r} of parameter group {number}, as it was traced, "
+                        f"found {value!r}: trace it again, or make it a tensor (lr=torch.tensor({value!r})) before tracing"
                     )
 
 

@@ -10,12 +10,15 @@ from collective_identity.transports import is_start, is_wait
 from .reshard import RESHARD_KEY
 
 
-def gather_again(gm: fx.GraphModule, forward_ends: str) -> int:
-    """Give backward gathers of its own, where their producer resharded; how many.
+def gather_again(gm: fx.GraphModule, forward_ends: str) -> frozenset[str]:
+    """Give backward gathers of its own, where their producer resharded.
 
     Args:
         gm: a whole-step graph, normalised.
         forward_ends: name of the last node of the forward.
+
+    Returns:
+        The names of the forward's start nodes; the others belong to backward.
     """
     nodes = list(gm.graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}
@@ -23,13 +26,14 @@ def gather_again(gm: fx.GraphModule, forward_ends: str) -> int:
     for node in nodes[end + 1 :]:
         if node.op == "call_function":
             node.meta["partitioner_tag"] = "is_backward"
-    count = 0
-    for start in start_nodes(gm):
+    starts = start_nodes(gm)
+    again = False
+    for start in starts:
         identity = identity_of(start)
         marked = start.meta.get("custom", {}).get(RESHARD_KEY) is True
         if identity is None or identity.role != PARAM_UNSHARD or not marked or index[start] > end:
             continue
-        chain = _chain(start)
+        chain = [node for node in _chain(start) if index[node] <= end]
         late = {u for node in chain for u in node.users if index.get(u, 0) > end and u.op != "output"}
         if not late:
             continue
@@ -40,11 +44,11 @@ def gather_again(gm: fx.GraphModule, forward_ends: str) -> int:
             for node in chain:
                 if node in user.all_input_nodes:
                     user.replace_input_with(node, copies[node])
-        count += 1
-    if count:
+        again = True
+    if again:
         gm.graph.lint()
         gm.recompile()
-    return count
+    return frozenset(start.name for start in starts if index[start] <= end)
 
 
 def _copied(graph: fx.Graph, chain: list[fx.Node], before: fx.Node) -> dict[fx.Node, fx.Node]:
@@ -75,9 +79,12 @@ def _chain(start: fx.Node) -> list[fx.Node]:
 
 
 def _moves_only(node: fx.Node) -> bool:
-    """A wait, view, slice, cast or joining of pieces: what the unshard operator itself does."""
+    """A wait, view, slice, cast or joining of pieces: nothing that computes."""
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
-    return name in _MOVING or bool(getattr(node.target, "is_view", False))
+    return name in _MOVING
 
 
-_MOVING = frozenset({"wait_tensor", "cat", "getitem", "chunk", "split", "_to_copy", "clone", "_unsafe_view"})
+_MOVING = frozenset(
+    {"wait_tensor", "cat", "getitem", "split", "split_with_sizes", "_to_copy", "clone", "_unsafe_view", "view",
+     "reshape", "slice", "t", "transpose", "permute", "detach", "alias", "as_strided", "unsqueeze", "squeeze", "expand"}
+)

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import collective_identity as ci
+from collective_identity.ledger import GraphKind
 
 from . import compat
 from .errors import InstallError
@@ -183,9 +184,13 @@ def _trace(
 
     step.graph_module = gm = compat.traced(run, step._inputs(batch.tensors))
     ci.normalize(gm)
-    gather_again(gm, forward_ends)
-    log = ci.session.ensure().begin_graph("joint", f"{type(model).__name__} step", "trace_train_step")
+    forward = gather_again(gm, forward_ends)
+    session = ci.session.ensure()
     rows = ci.collective_table(gm)
-    log.captured(rows)
-    log.finish(rows)
+    kinds: tuple[tuple[GraphKind, bool], ...] = (("forward", True), ("backward", False))
+    for kind, is_forward in kinds:
+        log = session.begin_graph(kind, f"{type(model).__name__} step", "trace_train_step")
+        half = tuple(row for row in rows if (row.node in forward) is is_forward)
+        log.captured(half)
+        log.finish(half)
     return step
