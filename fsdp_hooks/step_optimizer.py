@@ -102,7 +102,8 @@ class TracedOptimizer:
                 if not isinstance(value, torch.Tensor) and value != traced[name]:
                     raise UnsupportedOption(
                         f"the step expects {name}={traced[name]!r} of parameter group {number}, as it was traced, "
-                        f"found {value!r}: trace it again, or make it a tensor (lr=torch.tensor({value!r})) before tracing"
+                        f"found {value!r}: trace it again, or make it a tensor before tracing, as in "
+                        f"lr=torch.tensor({value!r})"
                     )
 
 

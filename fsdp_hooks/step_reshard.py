@@ -34,14 +34,15 @@ def gather_again(gm: fx.GraphModule, forward_ends: str) -> frozenset[str]:
         if identity is None or identity.role != PARAM_UNSHARD or not marked or index[start] > end:
             continue
         chain = [node for node in _chain(start) if index[node] <= end]
-        late = {u for node in chain for u in node.users if index.get(u, 0) > end and u.op != "output"}
+        full = chain[chain.index(start) :]
+        late = {u for node in full for u in node.users if index.get(u, 0) > end and u.op != "output"}
         if not late:
             continue
         first = min(late, key=lambda node: index[node])
         copies = _copied(gm.graph, chain, first)
         stamp(copies[start], identity)
         for user in late:
-            for node in chain:
+            for node in full:
                 if node in user.all_input_nodes:
                     user.replace_input_with(node, copies[node])
         again = True
@@ -69,12 +70,14 @@ def _chain(start: fx.Node) -> list[fx.Node]:
             break
         chain.insert(0, above)
     members = {start}
-    for node in chain[chain.index(start) :]:  # grows while it is read
+    after = [start]
+    for node in after:  # grows while it is read
         for user in node.users:
             inside = user.op == "call_function" and not is_start(user) and user not in members
             if inside and all(n in members for n in user.all_input_nodes) and _moves_only(user):
                 members.add(user)
-                chain.append(user)
+                after.append(user)
+    chain += sorted(after[1:])  # nodes compare by their place
     return chain
 
 

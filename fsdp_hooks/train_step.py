@@ -18,7 +18,7 @@ import collective_identity as ci
 from collective_identity.ledger import GraphKind
 
 from . import compat
-from .errors import InstallError
+from .errors import InstallError, UnsupportedOption
 from .installation import install, is_installed, uninstall
 from .step_inputs import Batch, Slot, like, local, slots_of, swapped
 from .step_optimizer import TracedOptimizer
@@ -78,7 +78,16 @@ class TrainStep:
         Args:
             backend: a registered name, or what ``torch.compile(backend=)`` takes.
             options: the backend's own.
+
+        Raises:
+            UnsupportedOption: a fused optimizer is in the graph, which functionalization does not take.
         """
+        if self._optimizer is not None and any(group.get("fused") for group in self._optimizer.groups):
+            raise UnsupportedOption(
+                f"compile expects a step without {type(self._optimizer.optimizer).__name__} in the graph, found it: "
+                "torch cannot functionalize its fused step; leave optimizer out of trace_train_step and call "
+                "optimizer.step() after each step"
+            )
         compiler = compat.backend(backend) if isinstance(backend, str) else backend
         extra = {} if options is None else {"options": dict(options)}
         with torch.no_grad():

@@ -180,6 +180,7 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
     optimizer.param_groups[0]["lr"] = 0.5
     attempt("other lr", lambda: step(tokens))
     attempt("not sharded", lambda: trace(nn.Linear(2, 2), loss_fn, (tokens,)))
+    attempt("fused in a compile", step.compile)
     attempt("no scalar", lambda: trace(model, lambda m, t: m(t), (tokens,)))
     attempt("no gradient", lambda: trace(model, lambda m, t: m(t).detach().sum(), (tokens,)))
     attempt("not fused", lambda: trace(model, loss_fn, (tokens,), optimizer=torch.optim.AdamW(model.parameters())))

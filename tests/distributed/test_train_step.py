@@ -20,7 +20,8 @@ TWO = [
     ("bf16", "adamw", True, None),
     ("nested", "adamw", False, None),
     ("keep_after_forward", "adamw", True, None),
-    ("uneven", "adamw", True, EAGER),
+    ("uneven", "adamw", False, EAGER),
+    ("uneven", "momentum", True, EAGER),
 ]
 FOUR = [("hybrid", "adamw", True, None), ("tensor_parallel", "momentum", False, None)]
 
@@ -63,10 +64,11 @@ def test_random_numbers_buffers_and_containers() -> None:
 def test_what_is_refused() -> None:
     said = launch(step_runs.wrong, 2, timeout=120)[0]
     for name, text in {
-        "other shape": "expects tensor 0 of its arguments to be int64[4, 5] on cpu, as it was traced, found int64[2, 5]",
+        "other shape": "expects tensor 0 of its arguments to be int64[4, 5] on cpu, as it was traced, found",
         "other structure": "expects arguments as it was traced with",
         "other dtype": "found int32[4, 5] on cpu: trace a step for each shape",
-        "other lr": "expects lr=0.01 of parameter group 0, as it was traced, found 0.5: trace it again, or make it a",
+        "other lr": "expects lr=0.01 of parameter group 0, as it was traced, found 0.5: trace it again",
+        "fused in a compile": "compile expects a step without AdamW in the graph",
         "not sharded": "install expects a model with fully_shard applied",
         "no scalar": "expects loss_fn to return a scalar loss that depends on the parameters",
         "no gradient": "expects loss_fn to return a scalar loss that depends on the parameters",
