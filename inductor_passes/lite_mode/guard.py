@@ -3,7 +3,7 @@
 A snapshot holds the very objects of the graph (so no id is used twice) and, of ``meta["custom"]``, which is a
 dictionary that passes share, a copy. Comparing again costs one identity test per field. What is inserted and then
 removed leaves no trace in the graph: torch's create and erase hooks see it. Both together cost under 0.6 ms per
-1000 nodes (tests/passes/test_guard_cost.py).
+1000 nodes (tests/passes/test_guard.py).
 
 A mark for recompute is a change as well, except by the passes of ``EXEMPT``: those marks belong to capture.
 """
