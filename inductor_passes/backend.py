@@ -82,6 +82,7 @@ class _Compile:
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions) -> None:
         self._gm, self._inputs, self._options = gm, inputs, options
         self._lite = select(options.inductor)
+        self._lite_state = self._lite.state(gm) if options.inner == "inductor" else LiteState.OFF
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
@@ -190,12 +191,14 @@ class _Compile:
         """AOTAutograd took the whole compile from its cache: none of our passes saw a graph."""
         if not self._recorded:
             log = self._session.begin_graph("forward", self._name, NAME)
-            log.finish((), cached=True, compile_seconds=seconds)
+            log.finish((), cached=True, lite=self._lite_state.value, compile_seconds=seconds)
             self._graphs["forward"] = _Graph.unknown(log, self._groups)
         for kind, (before, after) in self._recorded.items():
             log = self._session.begin_graph(kind, self._name, NAME)
             log.captured(before)
-            log.finish(after, cached=True, compile_seconds=seconds)
+            if self._lite_state is not LiteState.OFF:
+                log.event(LITE_SKIPPED, detail=f"lite mode: {self._lite_state.value}")
+            log.finish(after, cached=True, lite=self._lite_state.value, compile_seconds=seconds)
             self._graphs[kind] = _Graph.recorded(log, before, after)
             seconds = 0.0
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from .. import upstream
 from .marks import KEY, is_marked
-from .state import SWITCH
+from .state import SWITCH, LiteState, lite_state
 
 SELECTIVE = "selective_decompose"
 
@@ -109,6 +109,12 @@ class Selection:
 
     options: Mapping[str, Any]
     table: OneTraceTable | None
+
+    def state(self, gm: fx.GraphModule) -> LiteState:
+        """The lite mode under which ``gm`` will be compiled."""
+        names = [name for name in upstream.mode_options()["lite"] if name in self.options]
+        with upstream.inductor_flags({name: self.options[name] for name in names}), self.as_asked():
+            return lite_state(gm)
 
     def as_asked(self) -> AbstractContextManager[Any]:
         """The switch as the user set it, for the passes: ours is off only so that torch does not trace again."""
