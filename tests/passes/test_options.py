@@ -75,7 +75,8 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
         "backend 'collective_identity' expects options among bucketing, cap_mb, inner, kinds, order, pre_passes, "
-        f"reshard, strict_lite, or Inductor's own (torch._inductor.list_options()), found {name!r}: remove or correct them"
+        f"reshard, strict_lite, or Inductor's own (torch._inductor.list_options()), found {name!r}: "
+        "remove or correct them"
     )
 
 
