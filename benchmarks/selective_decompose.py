@@ -1,10 +1,10 @@
 """Selective decomposition: during the one trace (ours) against torch's second trace, in one run.
 
-``python -m benchmarks selective_decompose [--layers 2 6 9] [--marked 0.5]``: captures forward and backward of the
-dense model with part of its feed-forwards marked, stops before anything is compiled, and compares the two joint
-graphs node by node. Timed is AOTAutograd's capture of the joint graph; Dynamo before it is the same for both. Torch's second trace drops annotations at its default provenance level, so it is measured with
-them kept (``trace.provenance_tracking_level=1``); otherwise there would be nothing to compare. Seconds are
-processor seconds of the capture.
+``python -m benchmarks selective_decompose [--layers 4 9] [--marked 0.5]``: captures forward and backward of the dense
+model with part of its feed-forwards marked, stops before anything is compiled, and compares the two joint graphs node
+by node. Timed is AOTAutograd's capture of the joint graph, in processor seconds; Dynamo before it is the same for
+both. Torch's second trace drops annotations at its default provenance level, so it is measured with them kept
+(``trace.provenance_tracking_level=1``): otherwise there would be nothing to compare.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ A mark for recompute is a change as well, except by the passes of ``EXEMPT``: th
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ EXEMPT: Mapping[str, frozenset[str]] = MappingProxyType({"reshard": frozenset({"
 """By the name of a pass, what it alone may write."""
 
 _FIELDS = ("node", "op", "target", "args", "kwargs", "val", "custom", "recompute")
+_CUSTOM = _FIELDS.index("custom")
 _SHOWN = 3
 
 
@@ -89,17 +90,17 @@ class Snapshot:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm, self._graph = gm, gm.graph
-        self._rows = _rows(gm.graph)
-        self._custom = {id(one): (one, _frozen(one)) for one in self._rows[6 :: len(_FIELDS)] if one is not None}
+        self._columns = _columns(gm.graph)
+        self._custom = {id(one): (one, _frozen(one)) for one in self._columns[_CUSTOM] if one is not None}
         self._held = _held(gm)
 
     def differences(self, allowed: frozenset[str] = frozenset()) -> list[str]:
         """What is no longer as it was, one line each; [] when nothing changed."""
         if self._gm.graph is not self._graph:
             return ["another graph in the module"]
-        now = _rows(self._graph)
+        now = _columns(self._graph)
         found: list[str] = []
-        if len(now) != len(self._rows) or not all(map(operator.is_, self._rows, now)):
+        if not all(map(_identical, self._columns, now)):
             found += self._node_differences(now, allowed)
         found += [
             f"meta['custom'] of {self._node_of(one)} was {was!r}, is {one!r} (edited in place)"
@@ -114,32 +115,39 @@ class Snapshot:
         ]
         return found
 
-    def _node_differences(self, now: list[Any], allowed: frozenset[str]) -> Iterator[str]:
-        width = len(_FIELDS)
-        before, after = self._rows[::width], now[::width]
+    def _node_differences(self, now: list[list[Any]], allowed: frozenset[str]) -> Iterator[str]:
+        before, after = list(self._columns[0]), list(now[0])
         if before != after:
             yield _order_difference(before, after)
             return
-        for at in range(0, len(now), width):
-            for offset, field in enumerate(_FIELDS):
-                was, found = self._rows[at + offset], now[at + offset]
+        for field, column, columns_now in zip(_FIELDS, self._columns, now, strict=True):
+            for node, was, found in zip(after, column, columns_now, strict=True):
                 if was is not found and field not in allowed and not _equal(field, was, found):
-                    yield f"{field} of {now[at].name} was {_said(was)}, is {_said(found)}"
+                    yield f"{field} of {node.name} was {_said(was)}, is {_said(found)}"
 
     def _node_of(self, custom: object) -> str:
-        at = next(i for i, one in enumerate(self._rows[6 :: len(_FIELDS)]) if one is custom)
-        return str(self._rows[at * len(_FIELDS)].name)
+        at = next(index for index, one in enumerate(self._columns[_CUSTOM]) if one is custom)
+        return str(self._columns[0][at].name)
 
 
-def _rows(graph: fx.Graph) -> list[Any]:
-    """Every field of every node in one flat list, which is compared at the speed of C."""
-    rows: list[Any] = []
-    add = rows.extend
-    for node in graph.nodes:
-        meta = node.meta
-        get = meta.get
-        add((node, node.op, node.target, node._args, node._kwargs, get("val"), get("custom"), get("recompute")))
-    return rows
+def _columns(graph: fx.Graph) -> list[list[Any]]:
+    """Every field of every node, one list a field, which are compared at the speed of C."""
+    nodes = list(graph.nodes)
+    metas = [node.meta for node in nodes]
+    return [
+        nodes,
+        [node.op for node in nodes],
+        [node.target for node in nodes],
+        [node._args for node in nodes],
+        [node._kwargs for node in nodes],
+        [meta.get("val") for meta in metas],
+        [meta.get("custom") for meta in metas],
+        [meta.get("recompute") for meta in metas],
+    ]
+
+
+def _identical(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 def _held(gm: fx.GraphModule) -> dict[str, Any]:
