@@ -11,6 +11,8 @@ NAMES = {
     "bucketing": "merging gathers: ours against torch's own, memory, growth with the graph",
     "dedup": "scattering a sum once: ours against torch's own, growth with the graph",
     "fusion": "tensor-parallel products fused and unfused on GPUs (start with torchrun)",
+    "lite": "the models in lite mode: equal to aot_eager bit for bit, and how fast (--device cuda: flex attention too)",
+    "selective_decompose": "decomposing marked regions during the one trace against torch's second trace",
     "identity": "what identities cost: compile time and metadata memory per collective",
 }
 
@@ -18,7 +20,7 @@ NAMES = {
 def main() -> int:
     """Run the named benchmark with the remaining arguments."""
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
-        lines = "\n".join(f"  {name:12s} {text}" for name, text in NAMES.items())
+        lines = "\n".join(f"  {name:20s} {text}" for name, text in NAMES.items())
         print(f"usage: python -m benchmarks NAME [--json] [--help]\n{lines}", file=sys.stderr)
         return 0 if "--help" in sys.argv else 2
     name = sys.argv.pop(1)

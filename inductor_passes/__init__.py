@@ -15,7 +15,7 @@ from .backend import NAME, collective_identity
 from .bucketing import bucket_collectives
 from .dedup import dedup_reduce_scatters
 from .fusion import fuse_tensor_parallel
-from .lite_mode import LiteState, lite_state
+from .lite_mode import LiteState, lite_state, one_trace, strict_lite_options
 
 upstream.check_version()
 if not entry_points(group="torch_dynamo_backends", name=NAME):
@@ -23,5 +23,5 @@ if not entry_points(group="torch_dynamo_backends", name=NAME):
 
 __all__ = [
     "LiteState", "bucket_collectives", "collective_identity", "dedup_reduce_scatters", "fuse_tensor_parallel",
-    "lite_state",
+    "lite_state", "one_trace", "strict_lite_options",
 ]

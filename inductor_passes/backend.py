@@ -31,7 +31,7 @@ from collective_identity.ledger import GraphKind, GraphLog
 
 from . import coverage, upstream
 from .contract import PassContext
-from .lite_mode import LiteState, lite_state
+from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, run_user_passes
 from .options import BackendOptions, parse_options
 from .passes import graph_passes
@@ -81,11 +81,13 @@ class _Compile:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions) -> None:
         self._gm, self._inputs, self._options = gm, inputs, options
+        self._lite = select(options.inductor_patches)
+        self._lite_state = self._lite.state(gm) if options.inner == "inductor" else LiteState.OFF
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
         self._name = str(CompileContext.current_compile_id() or "graph")
-        self._tag = self._digest(ci.payload_digest(gm), *map(coverage.describe, inputs))
+        self._tag = self._digest(ci.payload_digest(gm), marks_digest(gm), *map(coverage.describe, inputs))
         self._agreed = (
             f"sources={upstream.source_hash(*_PACKAGES)[:12]} mode={self._session.mode} "
             f"options={hashlib.sha256(self._options.fingerprint().encode()).hexdigest()[:12]} "
@@ -119,7 +121,9 @@ class _Compile:
             upstream.joint_pass(self._joint),
         ):
             if self._options.inner == "inductor":
-                compiled = upstream.inductor(self._gm, self._inputs, self._around, self._options.inductor_patches)
+                compiled = upstream.inductor(
+                    self._gm, self._inputs, self._around, self._lite.options, self._lite.table
+                )
             else:
                 compiled = upstream.aot_eager(self._gm, self._inputs, self._eager_graph)
         if not self._graphs:
@@ -132,17 +136,20 @@ class _Compile:
     def _joint(self, gm: fx.GraphModule) -> None:
         if self._options.reshard:
             log = self._session.begin_graph("joint", self._name, NAME)
-            context = self._context("joint", gm, log)
-            Pipeline([Reshard()]).run(gm, context)
+            with self._lite.as_asked():
+                Pipeline([Reshard()]).run(gm, self._context("joint", gm, log))
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             with (
+                self._lite.as_asked(),
                 self._graph(upstream.kind_of_inner(kwargs), gm) as graph,
                 upstream.cache_key(self._tag, self._callers.cache_key_tag),
                 upstream.caches_disabled(not self._options.cacheable),
                 upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
             ):
+                if lite_state(gm) is not LiteState.OFF:
+                    prepare(gm)
                 return inner(gm, inputs, *args, **kwargs)
 
         return compile_graph
@@ -184,12 +191,14 @@ class _Compile:
         """AOTAutograd took the whole compile from its cache: none of our passes saw a graph."""
         if not self._recorded:
             log = self._session.begin_graph("forward", self._name, NAME)
-            log.finish((), cached=True, compile_seconds=seconds)
+            log.finish((), cached=True, lite=self._lite_state.value, compile_seconds=seconds)
             self._graphs["forward"] = _Graph.unknown(log, self._groups)
         for kind, (before, after) in self._recorded.items():
             log = self._session.begin_graph(kind, self._name, NAME)
             log.captured(before)
-            log.finish(after, cached=True, compile_seconds=seconds)
+            if self._lite_state is not LiteState.OFF:
+                log.event(LITE_SKIPPED, detail=f"lite mode: {self._lite_state.value}")
+            log.finish(after, cached=True, lite=self._lite_state.value, compile_seconds=seconds)
             self._graphs[kind] = _Graph.recorded(log, before, after)
             seconds = 0.0
 

@@ -12,6 +12,7 @@ from collective_identity import collective_table
 from collective_identity.losses import record_losses, snapshot
 
 from .contract import GraphPass, LiteBehaviour, PassContext, PassOutcome
+from .lite_mode import LiteState, check_result, guarded, lite_parts, lite_state
 
 logger = logging.getLogger("collective_identity.inductor_passes")
 
@@ -44,6 +45,11 @@ class Pipeline:
                 )
             if contract.name in ran:
                 raise ScheduleError(f"pass {contract.name!r} is scheduled twice: give each pass a name of its own")
+            if not isinstance(contract.lite, LiteBehaviour):
+                raise ScheduleError(
+                    f"pass {contract.name!r} declares lite={contract.lite!r}: "
+                    f"expected one of {', '.join(map(str, LiteBehaviour))}"
+                )
             if contract.stage != passes[0].contract.stage:
                 raise ScheduleError(
                     f"pass {contract.name!r} runs on the {contract.stage} stage, {ran[0]!r} on "
@@ -78,7 +84,7 @@ class Pipeline:
         before = role_counts(gm)
         start = time.perf_counter()
         try:
-            outcome: PassOutcome = one(gm, context)
+            outcome = _guarded_run(one, gm, context)
             if outcome.changed:
                 gm.graph.lint()
                 gm.recompile()
@@ -93,6 +99,21 @@ class Pipeline:
         return outcome.changed
 
 
+def _guarded_run(one: GraphPass, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
+    """Nothing may change in lite mode and its regions; in an observe session, except what belongs to capture."""
+    name, lite = one.contract.name, context.lite is not LiteState.OFF
+    if lite or (context.observe and one.contract.lite is not LiteBehaviour.CAPTURE):
+        fixed = tuple(part for part in gm.modules() if isinstance(part, fx.GraphModule))
+    else:
+        fixed = lite_parts(gm)
+    why = "lite mode" if lite or not context.observe else "an observe session"
+    with guarded(fixed, name, why=why):
+        outcome = one(gm, context)
+    if fixed:
+        check_result(outcome, gm, name, why=why)
+    return outcome
+
+
 def role_counts(gm: fx.GraphModule) -> Mapping[str, int]:
     """How many start nodes carry each role; ``""`` counts those with none."""
     counts: dict[str, int] = {}
@@ -102,12 +123,18 @@ def role_counts(gm: fx.GraphModule) -> Mapping[str, int]:
 
 
 def run_user_passes(gm: fx.GraphModule, passes: Iterable[Callable[[fx.GraphModule], object]]) -> None:
-    """Run a user's own callables on the graph, check what they left, and record the identities they lost."""
+    """Run a user's own callables on the graph, check what they left, and record the identities they lost.
+
+    In lite mode they may look and not write, like every other pass.
+    """
     for one in passes:
         name = getattr(one, "__qualname__", type(one).__qualname__)
         before = snapshot(gm)
         try:
-            one(gm)
+            with guarded(lite_parts(gm), name):
+                result = one(gm)
+            if lite_state(gm) is not LiteState.OFF:
+                check_result(result, gm, name)
             gm.graph.lint()
         except Exception as error:
             raise PassError(f"{type(error).__name__}: {error} (in a pre_pass of the user, {name!r})") from error

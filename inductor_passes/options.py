@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from .lite_mode import strict_lite_options
 from .upstream import inductor_option_exists, mode_options
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -46,6 +47,8 @@ class BackendOptions:
         reshard: honour ``reshard_after_forward`` by gathering again in backward.
         pre_passes: callables run on each forward, backward and inference graph before anything of ours sees it.
             One with a ``uuid()`` keeps the compile caches usable; without it they are off for this compile.
+        strict_lite: compile in lite mode with :func:`inductor_passes.strict_lite_options`; Inductor options that
+            are given as well count before those.
         inductor: Inductor's own options, passed on.
     """
 
@@ -61,6 +64,7 @@ class BackendOptions:
     overlap: int = 0
     reshard: bool = True
     pre_passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
+    strict_lite: bool = False
     inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -102,11 +106,13 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     _one_of("inner", own.get("inner", "inductor"), INNER)
     _one_of("order", own.get("order", "param_group"), ORDERS)
     _one_of("dedup", own.get("dedup", "off"), DEDUP)
-    for name in ("bucketing", "fusion", "mixed_dtypes", "reshard"):
+    for name in ("bucketing", "fusion", "mixed_dtypes", "reshard", "strict_lite"):
         _one_of(name, own.get(name, True), (True, False))
     overlap = own.get("overlap", 0)
     if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:
         raise OptionError(f"option 'overlap' expects a number of parameter groups, 0 or more, found {overlap!r}")
+    if own.get("strict_lite"):
+        given = {**strict_lite_options(), **given}
     if "kinds" in own:
         own["kinds"] = _several("kinds", own["kinds"])
         for kind in own["kinds"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
 from collective_identity.ledger import GraphKind
@@ -172,11 +172,21 @@ def inductor(
     inputs: Sequence[Any],
     around: Callable[[GraphCompiler], GraphCompiler],
     patches: Mapping[str, Any],
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Compile with Inductor; ``around`` wraps the compiler of each forward, backward or inference graph."""
+    """Compile with Inductor; ``around`` wraps the compiler of each forward, backward or inference graph.
+
+    ``decompositions`` replaces Inductor's table.
+    """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    return compile_fx(gm, inputs, inner_compile=around(compile_fx_inner), config_patches=dict(patches) or None)  # type: ignore[return-value]
+    return compile_fx(  # type: ignore[return-value]
+        gm,
+        inputs,
+        inner_compile=around(compile_fx_inner),
+        config_patches=dict(patches) or None,
+        decompositions=decompositions,  # type: ignore[arg-type]
+    )
 
 
 def aot_eager(
@@ -235,3 +245,131 @@ def source_hash(*packages: Path) -> str:
     """Hash of the Python sources of packages: any edit is another pass."""
     files = tuple(str(path) for package in packages for path in sorted(package.rglob("*.py")))
     return get_hash_for_files(files).hex()
+
+
+# ---- lite mode (lite_mode/ says what for) ----
+
+
+def decomposition_table() -> Mapping[Any, Callable[..., Any]]:
+    """Inductor's decompositions under the configuration of the moment."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def traced_now() -> tuple[Mapping[str, Any], int | None, fx.Graph | None]:
+    """What is being traced: the annotations in force, the sequence number of the gradient in hand, the graph.
+
+    The number is None in forward (torch/fx/traceback.py, ``current_meta``).
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.fx.traceback import current_meta
+
+    mode = get_proxy_mode()
+    graph = None if mode is None else mode.tracer.graph
+    numbers = current_meta.get("grad_fn_seq_nr") if current_meta.get("in_grad_fn", 0) > 0 else None
+    return current_meta.get("custom") or {}, numbers[-1] if numbers else None, graph
+
+
+def region_patches(gm: fx.GraphModule) -> Mapping[str, Any]:
+    """Inductor's options of a nested compile region (torch 2.14 and later; empty elsewhere)."""
+    config = gm.meta.get("nested_region_config")
+    return getattr(config, "inductor_config_patches", None) or {}
+
+
+def inductor_flags(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Inductor's options set to these values in this thread, while entered."""
+    return inductor_config.patch(dict(values))  # type: ignore[attr-defined, no-any-return]
+
+
+LOWERED_AFTER_GRAD = ("auto_functionalized", "auto_functionalized_v2", "map_impl", "scan")
+"""Higher-order operators without a lowering: torch rewrites them in its post-grad passes, which lite mode skips."""
+
+
+def rewrite_unlowered(gm: fx.GraphModule) -> bool:
+    """Rewrite what cannot be lowered as it is, with torch's own rewrites; True when there was something.
+
+    Read in torch/_inductor/fx_passes/post_grad.py, ``post_grad_passes``; 2.15 runs the one for user-written Triton
+    kernels in lite mode itself, for the same reason. A mutated tensor is always copied first: the pass that would
+    find copies to spare does not run in lite mode, and without its answer torch spares every copy.
+    """
+    from torch._inductor.fx_passes import post_grad
+
+    found = False
+    for module in [module for module in gm.modules() if isinstance(module, fx.GraphModule)]:
+        names = {name: node for node in module.graph.nodes if (name := _higher_order_name(node)) in LOWERED_AFTER_GRAD}
+        if not names:
+            continue
+        found = True
+        for node in module.graph.nodes:
+            _copy_all_mutated(node)
+        post_grad.decompose_auto_functionalized(module.graph)
+        post_grad.decompose_scan_to_while_loop(module)
+        post_grad.decompose_map_to_while_loop(module)
+        module.recompile()
+    return found
+
+
+def _higher_order_name(node: fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+
+
+def _copy_all_mutated(node: fx.Node) -> None:
+    """Torch's passes leave here what must be copied (torch/_higher_order_ops/auto_functionalize.py)."""
+    name = _higher_order_name(node)
+    if name == "auto_functionalized_v2":
+        node.meta["only_clone_these_tensors"] = list(range(len(node.kwargs["_all_bases"])))  # type: ignore[arg-type]
+    elif name == "auto_functionalized":
+        from torch._higher_order_ops.auto_functionalize import get_mutable_args
+
+        node.meta["only_clone_these_tensors"] = list(get_mutable_args(node.args[0])[0])  # type: ignore[arg-type]
+
+
+@contextmanager
+def compile_fx_replaced(by: Callable[..., Any]) -> Iterator[None]:
+    """Have ``torch.compile`` call ``by(original, arguments)`` for ``compile_fx``, while entered.
+
+    ``arguments`` is the bound call (``inspect.BoundArguments``). What ``compile_fx`` calls itself for nested work
+    goes through ``by`` as well.
+    """
+    from torch._inductor import compile_fx as module
+
+    original = module.compile_fx
+    signature = inspect.signature(original)
+    expected = {"model_", "example_inputs_", "inner_compile", "config_patches", "decompositions"}
+    if missing := sorted(expected - set(signature.parameters)):
+        raise UnsupportedTorch(
+            f"lite mode's one-trace decomposition expects torch._inductor.compile_fx.compile_fx with "
+            f"{', '.join(missing)} (seen in torch 2.11 to 2.15), found {signature} in torch {torch.__version__}: "
+            "use a released torch in that range, or undo what replaced the function"
+        )
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return by(original, bound)
+
+    module.compile_fx = replaced
+    try:
+        yield
+    finally:
+        module.compile_fx = original
+
+
+class NonRecomputingPartitioner(CustomPartitionerFn):
+    """Every operator runs where the program runs it, once: no min-cut, no common-subexpression elimination.
+
+    Nodes that the user or a producer marked for recompute still are (torch/_functorch/partitioners.py,
+    ``default_partition``).
+    """
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        from torch._functorch.partitioners import default_partition
+
+        known = inspect.signature(default_partition).parameters
+        with functorch_config.patch(cse=False):  # type: ignore[attr-defined]
+            return default_partition(gm, joint_inputs, **{k: v for k, v in kwargs.items() if k in known})
+
+    def uuid(self) -> Any | None:
+        return "collective_identity.inductor_passes.NonRecomputingPartitioner.1"

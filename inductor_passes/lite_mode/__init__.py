@@ -1,7 +1,29 @@
-"""Inductor's lite mode: is it on for this graph?"""
+"""Inductor's lite mode: is it on for this graph, what keeps its promise, and what makes its marked regions work."""
 
 from __future__ import annotations
 
-from .state import LiteState, lite_state
+from .decompose import OneTraceTable, Selection, select
+from .guard import LiteViolation, check_result, guarded
+from .lowering import LiteUnsupported, prepare
+from .marks import is_marked, marks_digest
+from .plain import one_trace
+from .preset import strict_lite_options
+from .state import LiteState, lite_parts, lite_state
 
-__all__ = ["LiteState", "lite_state"]
+__all__ = [
+    "LiteState",
+    "LiteUnsupported",
+    "LiteViolation",
+    "OneTraceTable",
+    "Selection",
+    "check_result",
+    "guarded",
+    "is_marked",
+    "lite_parts",
+    "lite_state",
+    "marks_digest",
+    "one_trace",
+    "prepare",
+    "select",
+    "strict_lite_options",
+]

@@ -1,0 +1,135 @@
+"""Selective decomposition while the graph is traced, instead of by tracing it again.
+
+In lite mode torch traces without decompositions, then traces the whole joint graph once more and decomposes the
+marked nodes (torch/_functorch/_aot_autograd/graph_compile.py, ``aot_stage1_graph_capture``; read in torch 2.11.0
+to 2.15.0). The second trace costs as much as the first, and drops every annotation unless
+``trace.provenance_tracking_level`` is 1: then marked regions fall back like all others, and it crashes on some
+higher-order operators. Here each entry of the table asks, when it is called, whether what is traced is marked, and
+declines otherwise. The first trace keeps annotations at every level.
+
+The backward of a marked operator is marked: its nodes get the annotation only after tracing, so the table looks
+the gradient's sequence number up among the forward nodes that are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import fx
+
+from .. import upstream
+from .marks import KEY, is_marked
+from .state import SWITCH, LiteState, lite_state
+
+SELECTIVE = "selective_decompose"
+
+
+class OneTraceTable(dict[Any, Callable[..., Any]]):
+    """Inductor's decompositions, each for marked code only.
+
+    Pickles to its name: what it does is in the version of this package and in the annotations, both of which
+    belong into a cache key. A plain dictionary of functions would switch Inductor's cache off.
+    """
+
+    def __init__(self) -> None:
+        marks = _Marks()
+        super().__init__(
+            {op: _Entry(function, marks) for op, function in upstream.decomposition_table().items()}
+        )
+
+    def __reduce__(self) -> tuple[type[OneTraceTable], tuple[()]]:
+        return (OneTraceTable, ())
+
+
+class _Entry:
+    """One decomposition; NotImplemented, which tells the tracer to go on without, where nothing is marked."""
+
+    __slots__ = ("_function", "_marks")
+
+    def __init__(self, function: Callable[..., Any], marks: _Marks) -> None:
+        self._function, self._marks = function, marks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs) if self._marks.here() else NotImplemented
+
+
+class _Marks:
+    """Is what is traced now marked? Remembers, per graph, the marked forward nodes that it has read."""
+
+    def __init__(self) -> None:
+        self._read: WeakKeyDictionary[fx.Graph, _Read] = WeakKeyDictionary()
+
+    def here(self) -> bool:
+        annotations, number, graph = upstream.traced_now()
+        if number is None:
+            return KEY in annotations
+        if graph is None:
+            return False
+        read = self._read.get(graph)
+        if read is None:
+            read = self._read[graph] = _Read()
+        read.catch_up(graph)
+        return number in read.marked
+
+
+@dataclass(slots=True)
+class _Read:
+    """Sequence numbers of one graph, each node read once."""
+
+    known: set[int] = field(default_factory=set)
+    marked: set[int] = field(default_factory=set)
+    last: fx.Node | None = None
+
+    def catch_up(self, graph: fx.Graph) -> None:
+        """Read the nodes appended since the last call; the first node of a number is the forward one."""
+        root = graph._root
+        node = (self.last or root).next
+        while node is not root:
+            number = node.meta.get("seq_nr") if node.op == "call_function" else None
+            if number is not None and number not in self.known:
+                self.known.add(number)
+                if is_marked(node):
+                    self.marked.add(number)
+            self.last, node = node, node.next
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How Inductor is called for one graph.
+
+    Attributes:
+        options: Inductor's options for the compile. In lite mode all its switches are among them, with the values
+            of the moment: a backward that compiles in another thread does not see the caller's ``config.patch``.
+        table: the decompositions to use, None for Inductor's own.
+    """
+
+    options: Mapping[str, Any]
+    table: OneTraceTable | None
+
+    def state(self, gm: fx.GraphModule) -> LiteState:
+        """The lite mode under which ``gm`` will be compiled."""
+        names = [name for name in upstream.mode_options()["lite"] if name in self.options]
+        with upstream.inductor_flags({name: self.options[name] for name in names}), self.as_asked():
+            return lite_state(gm)
+
+    def as_asked(self) -> AbstractContextManager[Any]:
+        """The switch as the user set it, for the passes: ours is off only so that torch does not trace again."""
+        return upstream.inductor_flags({} if self.table is None else {SELECTIVE: True})
+
+
+def select(options: Mapping[str, Any]) -> Selection:
+    """Decide from the options of this compile and the configuration of the moment."""
+
+    def now(name: str) -> Any:
+        return options[name] if name in options else upstream.inductor_flag(name)
+
+    if not now(SWITCH):
+        return Selection(options, None)
+    switches = {name: now(name) for name in upstream.mode_options()["lite"]}
+    if not switches[SELECTIVE]:
+        return Selection({**options, **switches}, None)
+    return Selection({**options, **switches, SELECTIVE: False}, OneTraceTable())

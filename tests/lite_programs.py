@@ -1,0 +1,189 @@
+"""Random programs in lite mode against ``aot_eager``, bit for bit.
+
+``python -m tests.lite_programs --programs 1000 --seed 0``: views, mutation of inputs and intermediates, dropout,
+mixed dtypes, dynamic shapes, collectives (a one-rank gloo group). Programs are compiled in bundles, which shares the
+cost of a compile; a bundle that differs is run one by one, and the seed of each program that differs is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor
+
+import collective_identity as ci
+import inductor_passes  # noqa: F401  (makes the backend known)
+
+BUNDLE = 25
+ROWS, COLUMNS = 4, 6
+Step = Callable[[Tensor, Tensor, Any], Tensor]
+
+
+def _inplace(x: Tensor, other: Tensor, number: Any) -> Tensor:
+    y = x.clone()
+    y[:, 1:3] = number
+    y[0].mul_(2)
+    return y.relu_() + other
+
+
+def _mutate_input(x: Tensor, other: Tensor, number: Any) -> Tensor:
+    other.mul_(0.5).add_(x.detach().mean())
+    return x + other
+
+
+def _reduce(x: Tensor, other: Tensor, number: Any) -> Tensor:
+    return collectives.all_reduce(x * number, "sum", dist.group.WORLD) + x
+
+
+def _gather(x: Tensor, other: Tensor, number: Any) -> Tensor:
+    return collectives.all_gather_tensor_autograd(x.sin(), 0, dist.group.WORLD)[: x.shape[0]] + other
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The same, dense in both directions: dropout of a transposed gradient is beyond torch (docs/lite-mode.md)."""
+    return x.index_select(0, torch.arange(x.shape[0]))
+
+
+STEPS: dict[str, Step] = {
+    "gelu": lambda x, o, n: F.gelu(x) * n,
+    "silu_mul": lambda x, o, n: F.silu(x) * o,
+    "softmax": lambda x, o, n: x.softmax(-1) + n,
+    "layer_norm": lambda x, o, n: F.layer_norm(x, (x.shape[-1],)) * o,
+    "matmul": lambda x, o, n: (x @ o.t()) @ o,
+    "dropout": lambda x, o, n: _dense(F.dropout(_dense(x), 0.5)) + o,
+    "random": lambda x, o, n: x * torch.rand_like(x) + torch.randn_like(o),
+    "bfloat16": lambda x, o, n: (x.bfloat16() * o.bfloat16()).float() + n,
+    "float64": lambda x, o, n: (x.double() / (o.double().abs() + 1)).float(),
+    "views": lambda x, o, n: x.t().contiguous().view(-1).view(x.shape[1], x.shape[0]).t() + o,
+    "split": lambda x, o, n: torch.cat([part * n for part in x.chunk(2, -1)][::-1], -1),
+    "slice_pad": lambda x, o, n: F.pad(x[:, 1:], (0, 1)) + o,
+    "expand": lambda x, o, n: x + o.sum(0, keepdim=True).expand_as(x),
+    "index": lambda x, o, n: x.index_select(0, torch.arange(x.shape[0]).flip(0)) * o,
+    "scatter": lambda x, o, n: x.scatter_add(0, torch.zeros(1, COLUMNS, dtype=torch.long), torch.ones(1, COLUMNS)),
+    "where": lambda x, o, n: torch.where(x > o, x, o * n),
+    "cumulate": lambda x, o, n: x.cumsum(0).tanh() + x.amax(-1, keepdim=True),
+    "sizes": lambda x, o, n: x * x.shape[0] + torch.arange(x.shape[1]),
+    "inplace": _inplace,
+    "mutate_input": _mutate_input,
+    "all_reduce": _reduce,
+    "all_gather": _gather,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Some steps, chosen by a seed; its inputs follow from the seed as well."""
+
+    seed: int
+
+    def steps(self) -> list[tuple[str, float]]:
+        """Names and numbers, in order."""
+        choose = random.Random(self.seed)
+        return [(choose.choice(sorted(STEPS)), choose.choice([0.5, 1.0, 3.0])) for _ in range(choose.randint(2, 6))]
+
+    def inputs(self, rows: int) -> tuple[Tensor, Tensor]:
+        """A leaf that needs its gradient, and a buffer that may be mutated; float32 ``[rows, COLUMNS]``."""
+        made = torch.Generator().manual_seed(self.seed)
+        first, second = (torch.randn(rows, COLUMNS, generator=made) for _ in range(2))
+        return first.requires_grad_(), second
+
+
+def _step(name: str, x: Tensor, other: Tensor, number: float) -> Tensor:
+    """One step; only what is there to mutate gets the buffer itself, which autograd may have saved elsewhere."""
+    return STEPS[name](x, other if name == "mutate_input" else other.clone(), number)
+
+
+def results(programs: Sequence[Program], rows: int, **how: Any) -> list[list[Tensor]]:
+    """Outputs, gradient and buffer of each program, compiled together as ``how`` says, dynamic in the rows.
+
+    Run twice, the second time with one row more, as a dynamic shape that was not seen when compiling.
+    """
+    torch._dynamo.reset()
+    plans = [program.steps() for program in programs]  # Dynamo should not trace the random choice
+
+    def bundle(inputs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        found: list[tuple[Tensor, Tensor]] = []
+        for plan, (x, other) in zip(plans, inputs, strict=True):
+            y = x * 1
+            for name, number in plan:
+                y = _step(name, y, other, number)
+            found.append((y, x.t()))
+        return found
+
+    compiled = torch.compile(bundle, dynamic=True, fullgraph=True, **how)
+    collected: list[list[Tensor]] = [[] for _ in programs]
+    for size in (rows, rows + 1):
+        inputs = [program.inputs(size) for program in programs]
+        torch.manual_seed(7)
+        outputs = compiled(inputs)
+        torch.stack([y.sum() for y, _ in outputs]).sum().backward()
+        for at, ((x, other), found) in enumerate(zip(inputs, outputs, strict=True)):
+            assert x.grad is not None
+            collected[at] += [one.detach().clone() for one in (*found, x.grad, other)]
+    return collected
+
+
+def differing(programs: Sequence[Program], **lite: Any) -> list[Program]:
+    """The programs whose results in lite mode are not those of ``aot_eager``, bit for bit."""
+    expected = results(programs, ROWS, backend="aot_eager")
+    found = results(programs, ROWS, **lite)
+    return [
+        program
+        for program, was, now in zip(programs, expected, found, strict=True)
+        if not all(_equal(a, b) for a, b in zip(was, now, strict=True))
+    ]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@contextmanager
+def world() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def run(count: int, seed: int, *, bundle: int = BUNDLE, **lite: Any) -> list[Program]:
+    """Compare ``count`` programs from ``seed`` on; returns those that differ, alone as well as bundled."""
+    programs = [Program(seed + at) for at in range(count)]
+    wrong = []
+    for at in range(0, count, bundle):
+        group = programs[at : at + bundle]
+        if differing(group, **lite):
+            wrong += [program for program in group if differing([program], **lite)] or group
+    return wrong
+
+
+def main() -> int:
+    """Compare, print, and fail on any difference."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with world(), ci.enable(agreement_timeout=0):
+        wrong = run(given.programs, given.seed, backend="collective_identity", options={"strict_lite": True})
+    for program in wrong:
+        print(f"differs: --programs 1 --seed {program.seed}: {program.steps()}")
+    print(f"{given.programs} programs from seed {given.seed}: {len(wrong)} differ from aot_eager")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
