@@ -13,10 +13,19 @@ from torch._dynamo import register_backend
 from . import upstream
 from .backend import NAME, collective_identity
 from .bucketing import bucket_collectives
+from .device_policy import FALLBACK, OperatorPolicy, register_policy
 from .lite_mode import LiteState, lite_state
 
 upstream.check_version()
 if not entry_points(group="torch_dynamo_backends", name=NAME):
     register_backend(collective_identity, name=NAME)
 
-__all__ = ["LiteState", "bucket_collectives", "collective_identity", "lite_state"]
+__all__ = [
+    "FALLBACK",
+    "LiteState",
+    "OperatorPolicy",
+    "bucket_collectives",
+    "collective_identity",
+    "lite_state",
+    "register_policy",
+]

@@ -31,6 +31,7 @@ from collective_identity.ledger import GraphKind, GraphLog
 
 from . import coverage, upstream
 from .contract import PassContext
+from .device_policy import compile_under
 from .lite_mode import LiteState, lite_state
 from .manager import Pipeline, run_user_passes
 from .options import BackendOptions, parse_options
@@ -119,7 +120,9 @@ class _Compile:
             upstream.joint_pass(self._joint),
         ):
             if self._options.inner == "inductor":
-                compiled = upstream.inductor(self._gm, self._inputs, self._around, self._options.inductor)
+                compiled = compile_under(
+                    self._options.policy, self._gm, self._inputs, self._around, self._options.inductor
+                )
             else:
                 compiled = upstream.aot_eager(self._gm, self._inputs, self._eager_graph)
         if not self._graphs:
