@@ -8,6 +8,7 @@ import sys
 NAMES = {
     "train": "step time, tokens/s, peak memory and losses of each way to run FSDP2 (start with torchrun)",
     "classify": "what each collective is: ours against torch's own, growth with the graph, networkx's share",
+    "policy": "operator policies: their cost, and with --prove the isolation and cache proof",
     "identity": "what identities cost: compile time and metadata memory per collective",
 }
 
