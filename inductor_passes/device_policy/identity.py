@@ -130,7 +130,7 @@ class _Reader:
         self._code(function.__code__, path)
         self.value(function.__defaults__, f"a default of {function.__qualname__}")
         self.value(function.__kwdefaults__, f"a default of {function.__qualname__}")
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
                 inside = cell.cell_contents
             except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -109,6 +110,7 @@ class _Dispatch:
 
     def __init__(self, stock: Callable[..., Any], policies: Mapping[str, OperatorPolicy]) -> None:
         self.stock, self.policies = stock, MappingProxyType(dict(policies))
+        self.__signature__ = inspect.signature(stock)  # for whoever asks what compile_fx takes
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         bound = upstream.compile_arguments(self.stock, gm, inputs, *args, **kwargs)
