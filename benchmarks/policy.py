@@ -108,7 +108,7 @@ def table(rows: list[dict[str, Any]], device: str, *, as_json: bool) -> None:
         Console().print(made)
     else:
         print(title)
-        for line in (dict(zip(names, names, strict=False)), *rows):
+        for line in (dict(zip(names, names, strict=True)), *rows):
             print("".join(f"{line[name]!s:16}" for name in names))
 
 

@@ -95,7 +95,7 @@ def wrong(compiled: Callable[..., Any], name: str, device: str, size: int = 8) -
     }  # fmt: skip
     bad = [
         f"{key}: {got.detach().cpu().tolist()} instead of {value.tolist()}"
-        for (key, value), got in zip(want.items(), out, strict=False)
+        for (key, value), got in zip(want.items(), out, strict=True)
         if not torch.allclose(got.detach().cpu(), value, atol=1e-5)
     ]
     assert w.grad is not None
@@ -133,7 +133,7 @@ class Tables:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
-    return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=False))
+    return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))
 
 
 def install(device: str) -> None:

@@ -36,7 +36,7 @@ def graph_devices(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 found |= _types((node.meta.get("example_value"), node.meta.get("val")))
-        found |= {one.device.type for one in (*module._parameters.values(), *module._buffers.values()) if one is not None}
+        found |= _types([*module._parameters.values(), *module._buffers.values()])
     return frozenset(found)
 
 

@@ -191,4 +191,5 @@ def _or_fallback(field: str) -> str:
 
 
 def _said(value: object) -> str:
-    return repr(value) if isinstance(value, (str, int, float, type(None), Fallback)) else f"a {type(value).__qualname__}"
+    plain = isinstance(value, (str, int, float, type(None), Fallback))
+    return repr(value) if plain else f"a {type(value).__qualname__}"

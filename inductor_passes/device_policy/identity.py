@@ -107,7 +107,9 @@ class _Reader:
             self._write("module", value.__name__)
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
-        elif isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, (types.ModuleType, type(None))):
+        elif isinstance(value, types.BuiltinFunctionType) and isinstance(
+            value.__self__, (types.ModuleType, type(None))
+        ):
             self._write("builtin", value.__module__, value.__qualname__)
         elif isinstance(value, type):
             self._class(value, path)
@@ -130,7 +132,7 @@ class _Reader:
         self._code(function.__code__, path)
         self.value(function.__defaults__, f"a default of {function.__qualname__}")
         self.value(function.__kwdefaults__, f"a default of {function.__qualname__}")
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 inside = cell.cell_contents
             except ValueError:

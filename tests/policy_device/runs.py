@@ -106,7 +106,8 @@ def strided() -> list[str]:
 
     a = torch.arange(12.0).reshape(4, 3).flip(0).contiguous().to(NAME)
     out, want = torch.compile(call, backend=made.backend(), fullgraph=True)(a), call(a)
-    bad = [f"strides {o.stride()} instead of {w.stride()}" for o, w in zip(out, want, strict=False) if o.stride() != w.stride()]
+    pairs = [(o.stride(), w.stride()) for o, w in zip(out, want, strict=True)]
+    bad = [f"strides {o} instead of {w}" for o, w in pairs if o != w]
     return bad + close(out, want)
 
 
@@ -117,7 +118,7 @@ def scalar() -> list[str]:
 
 
 def close(out: Any, want: Any) -> list[str]:
-    pairs = [(o.detach().cpu().float(), w.detach().cpu().float()) for o, w in zip(out, want, strict=False)]
+    pairs = [(o.detach().cpu().float(), w.detach().cpu().float()) for o, w in zip(out, want, strict=True)]
     return [f"{o.tolist()} instead of {w.tolist()}" for o, w in pairs if not torch.allclose(o, w, atol=1e-5)]
 
 
