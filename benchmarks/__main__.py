@@ -13,6 +13,7 @@ NAMES = {
     "fusion": "tensor-parallel products fused and unfused on GPUs (start with torchrun)",
     "lite": "the models in lite mode: equal to aot_eager bit for bit, and how fast (--device cuda: flex attention too)",
     "selective_decompose": "decomposing marked regions during the one trace against torch's second trace",
+    "policy": "operator policies: their cost, and with --prove the isolation and cache proof",
     "identity": "what identities cost: compile time and metadata memory per collective",
 }
 

@@ -14,6 +14,7 @@ from . import upstream
 from .backend import NAME, collective_identity
 from .bucketing import bucket_collectives
 from .dedup import dedup_reduce_scatters
+from .device_policy import FALLBACK, OperatorPolicy, register_policy
 from .fusion import fuse_tensor_parallel
 from .lite_mode import LiteState, lite_state, one_trace, strict_lite_options
 
@@ -22,6 +23,6 @@ if not entry_points(group="torch_dynamo_backends", name=NAME):
     register_backend(collective_identity, name=NAME)
 
 __all__ = [
-    "LiteState", "bucket_collectives", "collective_identity", "dedup_reduce_scatters", "fuse_tensor_parallel",
-    "lite_state", "one_trace", "strict_lite_options",
+    "FALLBACK", "LiteState", "OperatorPolicy", "bucket_collectives", "collective_identity", "dedup_reduce_scatters",
+    "fuse_tensor_parallel", "lite_state", "one_trace", "register_policy", "strict_lite_options",
 ]

@@ -31,9 +31,10 @@ from collective_identity.ledger import GraphKind, GraphLog
 
 from . import coverage, upstream
 from .contract import PassContext
+from .device_policy import compile_under
 from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, run_user_passes
-from .options import BackendOptions, parse_options
+from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
 from .reshard import Reshard
 
@@ -83,6 +84,11 @@ class _Compile:
         self._gm, self._inputs, self._options = gm, inputs, options
         self._lite = select(options.inductor_patches)
         self._lite_state = self._lite.state(gm) if options.inner == "inductor" else LiteState.OFF
+        if options.policy is not None and self._lite_state is not LiteState.OFF:
+            raise OptionError(
+                f"option 'policy' expects a compile without lite mode, found {self._lite_state.value}, in which "
+                "Inductor runs no pass that could apply it: leave one of the two out"
+            )
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
@@ -121,8 +127,8 @@ class _Compile:
             upstream.joint_pass(self._joint),
         ):
             if self._options.inner == "inductor":
-                compiled = upstream.inductor(
-                    self._gm, self._inputs, self._around, self._lite.options, self._lite.table
+                compiled = compile_under(
+                    self._options.policy, self._gm, self._inputs, self._around, self._lite.options, self._lite.table
                 )
             else:
                 compiled = upstream.aot_eager(self._gm, self._inputs, self._eager_graph)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from .device_policy import OperatorPolicy
 from .lite_mode import strict_lite_options
 from .upstream import inductor_option_exists, mode_options
 
@@ -49,6 +50,7 @@ class BackendOptions:
             One with a ``uuid()`` keeps the compile caches usable; without it they are off for this compile.
         strict_lite: compile in lite mode with :func:`inductor_passes.strict_lite_options`; Inductor options that
             are given as well count before those.
+        policy: an accelerator's operator policy for this compile (docs/device-policy.md).
         inductor: Inductor's own options, passed on.
     """
 
@@ -65,6 +67,7 @@ class BackendOptions:
     reshard: bool = True
     pre_passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     strict_lite: bool = False
+    policy: OperatorPolicy | None = None
     inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -81,6 +84,7 @@ class BackendOptions:
         """These options as one line of JSON, for cache keys and for the agreement between ranks."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["pre_passes"] = [_name_of(one) for one in self.pre_passes]
+        values["policy"] = self.policy and self.policy.identity
         values["inductor"] = {key: _stable(value) for key, value in sorted(self.inductor.items())}
         return json.dumps(values, sort_keys=True)
 
@@ -127,6 +131,13 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
         own["pre_passes"] = _several("pre_passes", own["pre_passes"])
         if not all(callable(one) for one in own["pre_passes"]):
             raise OptionError(f"option 'pre_passes' expects callables, found {own['pre_passes']!r}")
+    if not isinstance(own.get("policy"), (OperatorPolicy, type(None))):
+        raise OptionError(f"option 'policy' expects an OperatorPolicy, found {own['policy']!r}")
+    if own.get("inner") == "aot_eager" and own.get("policy") is not None:
+        raise OptionError(
+            "inner='aot_eager' lowers nothing and expects no policy, found "
+            f"{own['policy'].name!r}: remove it, or use inner='inductor'"
+        )
     if own.get("inner") == "aot_eager" and given:
         raise OptionError(
             f"inner='aot_eager' runs without Inductor and expects none of its options, found "

@@ -1,4 +1,4 @@
-"""The pipeline's own passes over one graph: normalise, then on request fuse and dedup, then bucket by role, then order."""
+"""The pipeline's own passes over one graph: normalise, then on request fuse, dedup, bucket by role and order."""
 
 from __future__ import annotations
 

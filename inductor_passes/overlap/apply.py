@@ -26,7 +26,7 @@ def apply_overlap(gm: fx.GraphModule, plan: OverlapPlan) -> bool:
     stranger = next((node for node in plan.places if node not in index), None)
     if stranger is not None:
         raise ValueError(
-            f"expected a plan of this graph, found {stranger.name!r} not in it; plan again after any change to the graph"
+            f"expected a plan of this graph, found {stranger.name!r} not in it; plan again after any change"
         )
     hazards = hazards_of(nodes, [node for start in plan.started for node in start.all_input_nodes])
     before = [

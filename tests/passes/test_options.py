@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import fx
 
+from inductor_passes.device_policy import OperatorPolicy
 from inductor_passes.options import KINDS, BackendOptions, OptionError, parse_options
 
 
@@ -57,6 +58,11 @@ BAD = [
     ({"cap_mb": float("nan")}, "option 'cap_mb' expects a positive number of MiB, or several, found nan"),
     ({"cap_mb": []}, "option 'cap_mb' expects a positive number of MiB, or several, found []"),
     ({"cap_mb": [1, None]}, "option 'cap_mb' expects a positive number of MiB, or several, found [1, None]"),
+    ({"policy": "mine"}, "option 'policy' expects an OperatorPolicy, found 'mine'"),
+    (
+        {"inner": "aot_eager", "policy": OperatorPolicy("p", "1", "cuda")},
+        "inner='aot_eager' lowers nothing and expects no policy, found 'p': remove it, or use inner='inductor'",
+    ),
     ({"pre_passes": ["look"]}, "option 'pre_passes' expects callables, found ('look',)"),
     ({"pre_passes": nothing}, f"option 'pre_passes' expects a list or a tuple, found {nothing!r}"),
     (
@@ -80,8 +86,8 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
         "backend 'collective_identity' expects options among bucketing, cap_mb, dedup, fqns, fusion, inner, kinds, "
-        "mixed_dtypes, order, overlap, pre_passes, reshard, strict_lite, or Inductor's own "
-        f"(torch._inductor.list_options()), found {name!r}: remove or correct them"
+        "mixed_dtypes, order, overlap, policy, pre_passes, reshard, strict_lite, or Inductor's "
+        f"own (torch._inductor.list_options()), found {name!r}: remove or correct them"
     )
 
 
@@ -178,6 +184,8 @@ DIFFERENT: list[dict[str, Any]] = [
     {"pre_passes": [Stable("a"), Stable("b")]},
     {"pre_passes": [Stable("b"), Stable("a")]},
     {"pre_passes": [nothing]},
+    {"policy": OperatorPolicy("a", "1", "cuda")},
+    {"policy": OperatorPolicy("a", "2", "cuda")},
     {"max_autotune": True},
     {"max_autotune": False},
     {"post_grad_custom_pre_pass": Stable("a")},

@@ -1,0 +1,178 @@
+"""Everything that needs the second device, in one process: ``python -m tests.policy_device.runs`` prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.policy_case import Tables, aten, backend, install, mixed, policy, wrong
+from inductor_passes.device_policy import OperatorPolicy, register_policy
+
+from . import NAME
+
+ROUNDS = 50
+x, y = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
+
+
+def sequence() -> list[str]:
+    """A, B, none, A, the same function."""
+    return [f"{one}: {bad}" for one in ("A", "B", "none", "A") for bad in wrong(compiled(mixed, one), one, NAME)]
+
+
+def registered() -> list[str]:
+    """The same with plain torch.compile."""
+    bad = []
+    plain = torch.compile(mixed, fullgraph=True)
+    for one in ("A", "B", "none", "A"):
+        made = policy(one, NAME)
+        if made is None:
+            bad += wrong(plain, one, NAME)
+        else:
+            with register_policy(NAME, made):
+                bad += wrong(plain, one, NAME)
+    return bad
+
+
+def composed() -> list[str]:
+    """Under the collective_identity backend."""
+    call = torch.compile(mixed, backend="collective_identity", options={"policy": policy("A", NAME)}, fullgraph=True)
+    return wrong(call, "A", NAME)
+
+
+def compiled(function: Callable[..., Any], name: str, **more: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend(name, NAME), fullgraph=True, **more)
+
+
+def kernels() -> list[str]:
+    """CPU nodes keep stock kernels; the device's fallbacks are extern calls."""
+    from torch._inductor.utils import run_and_get_code
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return torch.sin(a), torch.sin(b)
+
+    device = torch.linspace(-1, 1, 8).to(NAME)
+    _, stock = run_and_get_code(compiled(call, "none"), device, y)
+    _, ours = run_and_get_code(compiled(call, "A"), device, y)
+    counts = ["\n".join(code).count("torch.ops.aten.sin.default(") for code in (stock, ours)]
+    return [] if counts == [0, 1] else [f"calls of eager sin without and with the policy: {counts}"]
+
+
+def nested() -> list[str]:
+    """A nested compile region, called on both devices."""
+
+    @torch.compiler.nested_compile_region
+    def inner(a: torch.Tensor) -> torch.Tensor:
+        return F.relu(a) * 1
+
+    out = compiled(lambda a, b: (inner(a) + inner(a), inner(b)), "A")(x.to(NAME), y)
+    return close(out, (2 * (F.relu(x) + 100), F.relu(y)))
+
+
+def cond() -> list[str]:
+    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.cond(b.sum() > 0, lambda a: F.relu(a), lambda a: F.relu(a) + 1, (a,))
+
+    made = compiled(call, "A")
+    bad = close((made(x.to(NAME), y + 1),), (F.relu(x) + 100,))
+    return bad + close((made(x.to(NAME), y - 1),), (F.relu(x) + 101,))
+
+
+def dynamic() -> list[str]:
+    made = compiled(lambda a: F.relu(a) * 1, "A", dynamic=True)
+    return [bad for size in (4, 9) for bad in close((made(torch.ones(size).to(NAME)),), (torch.full((size,), 101.0),))]
+
+
+def strided() -> list[str]:
+    """Fallbacks with several outputs on transposed inputs: right numbers and eager's strides."""
+    made = OperatorPolicy(
+        "strided", "1", NAME,
+        remove_decompositions=[aten.native_layer_norm.default],
+        fallbacks=[aten.native_layer_norm.default, aten.sort.default, aten.mm.default],
+    )  # fmt: skip
+
+    def call(a: torch.Tensor) -> Any:
+        values, order = torch.sort(a.t())
+        return values, order, F.layer_norm(a.t(), (4,)), a.t() @ a
+
+    a = torch.arange(12.0).reshape(4, 3).flip(0).contiguous().to(NAME)
+    out, want = torch.compile(call, backend=made.backend(), fullgraph=True)(a), call(a)
+    pairs = [(o.stride(), w.stride()) for o, w in zip(out, want, strict=True)]
+    bad = [f"strides {o} instead of {w}" for o, w in pairs if o != w]
+    return bad + close(out, want)
+
+
+def scalar() -> list[str]:
+    """A CPU scalar does not move a device operator's call to the CPU."""
+    out = compiled(lambda a, s: F.gelu(a * s), "A")(x.to(NAME), torch.tensor(2.0))
+    return close((out,), (x * 20,))
+
+
+def close(out: Any, want: Any) -> list[str]:
+    pairs = [(o.detach().cpu().float(), w.detach().cpu().float()) for o, w in zip(out, want, strict=True)]
+    return [f"{o.tolist()} instead of {w.tolist()}" for o, w in pairs if not torch.allclose(o, w, atol=1e-5)]
+
+
+def threads() -> list[str]:
+    """Three threads, a policy each in turn, caches off; Dynamo's lock covers tracing, lazy backwards overlap."""
+    bad: list[str] = []
+    line = threading.Barrier(3)
+
+    def rounds(which: int) -> None:
+        try:
+            for number in range(ROUNDS):
+                name = "ABC"[(which + number) % 3]
+                code = mixed.__code__.replace(co_name=f"mixed_{which}_{number}")  # a new function for Dynamo
+                again = types.FunctionType(code, mixed.__globals__)
+                line.wait(120)
+                call = compiled(again, name, options={"force_disable_caches": True})
+                bad.extend(f"round {number} {name}: {one}" for one in wrong(call, name, NAME))
+        except Exception:
+            bad.append(traceback.format_exc()[-2000:])
+            line.abort()
+
+    running = [threading.Thread(target=rounds, args=(which,)) for which in range(3)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    return bad
+
+
+CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar, threads)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    install(NAME)
+    torch.compile(lambda a, b: (a + 1, b + 1))(x.to(NAME), y)  # torch fills its own tables lazily
+    import inductor_passes  # noqa: F401
+
+    only = sys.argv[1:]
+    found: dict[str, Any] = {}
+    for case in CASES:
+        if only and case.__name__ not in only:
+            continue
+        torch._dynamo.reset()
+        tables, start = Tables(), time.perf_counter()
+        try:
+            bad = case()
+        except Exception:
+            bad = [traceback.format_exc()[-3000:]]
+        bad += [f"table changed: {name}" for name in tables.changed()]
+        found[case.__name__] = {"bad": bad, "seconds": round(time.perf_counter() - start, 1)}
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
