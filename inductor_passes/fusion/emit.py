@@ -25,7 +25,7 @@ _ATEN: Final = torch.ops.aten
 
 
 def apply_fusions(gm: fx.GraphModule, plan: FusionPlan) -> bool:
-    """Carry out a plan; True if the graph changed.
+    """Carry out a plan; True if the graph changed. Its code is not generated again: call `gm.recompile()`.
 
     The fused operator carries no role: it is no ordinary collective. The identity that it swallows is recorded on
     it as dropped (opaque), and its provenance record names the collective.
@@ -46,7 +46,6 @@ def apply_fusions(gm: fx.GraphModule, plan: FusionPlan) -> bool:
             _gather(gm.graph, fusion, match)
         else:
             _scatter(gm.graph, fusion, match)
-    gm.recompile()
     return True
 
 
