@@ -72,6 +72,8 @@ class Pipeline:
         for one in self.passes:
             if self._may_run(one, context):
                 changed_any |= self._run_one(one, gm, context)
+        if changed_any:
+            gm.recompile()  # once: passes read the graph, not its code
         return changed_any
 
     @staticmethod
@@ -87,7 +89,6 @@ class Pipeline:
             outcome = _guarded_run(one, gm, context)
             if outcome.changed:
                 gm.graph.lint()
-                gm.recompile()
         except Exception as error:
             raise PassError(f"{type(error).__name__}: {error} (in the {context.kind} graph, pass {name!r})") from error
         seconds = time.perf_counter() - start

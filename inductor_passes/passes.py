@@ -1,4 +1,7 @@
-"""The pipeline's own passes over one graph: normalise, then on request fuse, dedup, bucket by role and order."""
+"""The pipeline's own passes over one graph: normalise, on request fuse and dedup, bucket by role, then order.
+
+None generates code: the pipeline does, once, when all are done.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from collections.abc import Mapping
 from torch import fx
 
 from collective_identity import Identity, Source, classify, normalize
+from collective_identity.compat import collector_paused
 
-from .bucketing import bucket_collectives
+from . import symmetric
+from .bucketing import apply_plan, plan_buckets
 from .contract import GraphPass, LiteBehaviour, PassContext, PassContract, PassOutcome
-from .dedup import dedup_reduce_scatters
-from .fusion import fuse_tensor_parallel
+from .dedup import apply_dedup, plan_dedup
+from .fusion import apply_fusions, plan_fusions
 from .options import BackendOptions
 from .overlap import apply_overlap, plan_overlap
 
@@ -55,8 +60,8 @@ class Fuse:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Plan, then emit; the plan goes into the report."""
-        plan = fuse_tensor_parallel(gm)
-        return PassOutcome(changed=bool(plan.fusions), summary=plan.to_dict())
+        plan = plan_fusions(gm, enabled=symmetric.is_enabled)
+        return PassOutcome(changed=apply_fusions(gm, plan), summary=plan.to_dict())
 
 
 class Dedup:
@@ -72,8 +77,9 @@ class Dedup:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Plan, then emit; the plan goes into the report."""
-        plan = dedup_reduce_scatters(gm, mixed=context.options.dedup)
-        return PassOutcome(changed=bool(plan.merges), summary=plan.to_dict())
+        with collector_paused():
+            plan = plan_dedup(gm, mixed=context.options.dedup)
+            return PassOutcome(changed=apply_dedup(gm, plan), summary=plan.to_dict())
 
 
 class Bucket:
@@ -98,11 +104,12 @@ class Bucket:
             node: identity if identity is not None and identity.source is Source.EXPLICIT else None
             for node, identity in classify(gm).items()
         }
-        plan = bucket_collectives(
-            gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
-            mixed_dtypes=options.mixed_dtypes, identities=identities,
-        )
-        return PassOutcome(changed=bool(plan.buckets), summary=plan.to_dict())
+        with collector_paused():
+            plan = plan_buckets(
+                gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
+                mixed_dtypes=options.mixed_dtypes, identities=identities,
+            )
+            return PassOutcome(changed=apply_plan(gm, plan), summary=plan.to_dict())
 
 
 class Overlap:

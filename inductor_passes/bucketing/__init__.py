@@ -56,5 +56,6 @@ def bucket_collectives(
         plan = plan_buckets(
             gm, kinds=kinds, cap_mb=cap_mb, order=order, fqns=fqns, mixed_dtypes=mixed_dtypes, identities=identities
         )
-        apply_plan(gm, plan)
+        if apply_plan(gm, plan):
+            gm.recompile()
     return plan

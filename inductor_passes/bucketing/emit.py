@@ -19,6 +19,8 @@ from .plan import Bucket, Plan
 def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
     """Replace the members of each bucket by one collective; True if the graph changed.
 
+    Its code is not generated again: that is the caller's `gm.recompile()`.
+
     A gather bucket stands where its first member stood, and what the others send is computed before; a
     reduction bucket stands where its last member stood, and what uses the earlier results comes after. Other
     nodes keep their order as far as that allows; writes, random numbers and effects keep it exactly.
@@ -56,7 +58,6 @@ def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
         output.prepend(node)
     for node in (*replaced, *members):
         gm.graph.erase_node(node)
-    gm.recompile()
     return True
 
 

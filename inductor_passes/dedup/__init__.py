@@ -34,5 +34,6 @@ def dedup_reduce_scatters(
     """
     with collector_paused():
         plan = plan_dedup(gm, mixed=mixed, identities=identities)
-        apply_dedup(gm, plan)
+        if apply_dedup(gm, plan):
+            gm.recompile()
     return plan

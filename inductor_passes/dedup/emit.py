@@ -24,6 +24,8 @@ _HANDED_ON: Final = ("stack_trace", "nn_module_stack", "partitioner_tag", "autog
 def apply_dedup(gm: fx.GraphModule, plan: DedupPlan) -> bool:
     """Carry out a plan; True if the graph changed. Linear in the members and additions of the plan.
 
+    Code is not generated again: call `gm.recompile()`.
+
     Each tensor is added to the others where its own reduce-scatter read it, so that at most one accumulated
     tensor is alive; the merged collective stands where the last one stood. Additions of anything else keep
     their place and order.
@@ -55,7 +57,6 @@ def apply_dedup(gm: fx.GraphModule, plan: DedupPlan) -> bool:
             (wait,) = start.users
             gm.graph.erase_node(wait)
             gm.graph.erase_node(start)
-    gm.recompile()
     return True
 
 

@@ -38,5 +38,6 @@ def fuse_tensor_parallel(
         identities: what `classify` says of this graph; asked for here when None.
     """
     plan = plan_fusions(gm, enabled=symmetric.is_enabled if enabled is None else enabled, identities=identities)
-    apply_fusions(gm, plan)
+    if apply_fusions(gm, plan):
+        gm.recompile()
     return plan

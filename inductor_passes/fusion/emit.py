@@ -14,7 +14,7 @@ from collective_identity.transports import Transport, launch_of
 from .. import symmetric
 from ..bucketing.node_builder import NodeBuilder, mode_of
 from ..decomposition import replaced
-from .match import GatherMatmul, MatmulScatter, gather_matmul, matmul_scatter
+from .match import GatherMatmul, MatmulScatter, flattened, gather_matmul, matmul_scatter
 from .plan import Fusion, FusionPlan
 
 PASS_NAME: Final = "fusion"
@@ -25,7 +25,7 @@ _ATEN: Final = torch.ops.aten
 
 
 def apply_fusions(gm: fx.GraphModule, plan: FusionPlan) -> bool:
-    """Carry out a plan; True if the graph changed.
+    """Carry out a plan; True if the graph changed. Its code is not generated again: call `gm.recompile()`.
 
     The fused operator carries no role: it is no ordinary collective. The identity that it swallows is recorded on
     it as dropped (opaque), and its provenance record names the collective.
@@ -46,7 +46,6 @@ def apply_fusions(gm: fx.GraphModule, plan: FusionPlan) -> bool:
             _gather(gm.graph, fusion, match)
         else:
             _scatter(gm.graph, fusion, match)
-    gm.recompile()
     return True
 
 
@@ -70,8 +69,8 @@ def _gather(graph: fx.Graph, fusion: Fusion, match: GatherMatmul) -> None:
         match.first.prepend(node)
     build = _builder(graph, start, [sent, *rights])
     shape = tuple(gathered.meta["val"].shape)
-    flattened = [user for user in gathered.users if all(u in products for u in user.users) and user not in products]
-    kept = any(user not in products and user not in flattened for user in gathered.users)
+    flat = flattened(match)
+    kept = any(user not in products and user not in flat for user in gathered.users)
     with graph.inserting_before(match.first):
         values = [build.laid_out((*shape[:-1], r.meta["val"].shape[1]), match.dim, r) for r in rights]
         whole = build.laid_out(shape, match.dim, sent) if kept else None
@@ -92,7 +91,7 @@ def _gather(graph: fx.Graph, fusion: Fusion, match: GatherMatmul) -> None:
     for product, output in zip(products, outputs, strict=True):
         product.replace_all_uses_with(output)
         graph.erase_node(product)
-    for node in flattened:
+    for node in flat:
         graph.erase_node(node)
     if kept:
         gathered.replace_all_uses_with(first)

@@ -107,7 +107,7 @@ def gather_matmul(start: fx.Node, launch: Launch) -> GatherMatmul | None:
     for product in sorted(set(candidates)):
         right = product.args[1]
         assert isinstance(right, fx.Node)
-        chain = _raisable(right, first)
+        chain = _raisable(right, first, gathered)
         if chain is not None and right.meta["val"].dtype == value.dtype:
             products.append(product)
             raised += chain
@@ -163,7 +163,16 @@ def _is_product_of(node: fx.Node, left: fx.Node) -> bool:
     return node.target is MM and node.args[0] is left and node.args[1] is not left and known(node, node.args[1])
 
 
-def _raisable(right: fx.Node, limit: fx.Node) -> list[fx.Node] | None:
+def flattened(match: GatherMatmul) -> list[fx.Node]:
+    """The reshapes of the gathered tensor that only the products read, and that go with them."""
+    products = set(match.products)
+    return [
+        user for user in match.gathered.users
+        if user.target in _RESHAPES and user.users and all(one in products for one in user.users)
+    ]
+
+
+def _raisable(right: fx.Node, limit: fx.Node, gathered: fx.Node) -> list[fx.Node] | None:
     """The views to move so that ``right`` is known before ``limit``; None when something else is late."""
     chain = []
     node = right
@@ -172,7 +181,7 @@ def _raisable(right: fx.Node, limit: fx.Node) -> list[fx.Node] | None:
             return None
         chain.append(node)
         (node,) = node.all_input_nodes
-    return chain[::-1]
+    return None if node is gathered else chain[::-1]
 
 
 def _rearranged(wait: fx.Node, ranks: int) -> tuple[fx.Node, int, tuple[fx.Node, ...]]:

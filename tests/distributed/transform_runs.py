@@ -127,6 +127,10 @@ def inputs_for(gm: fx.GraphModule, seed: int, integers: bool) -> list[torch.Tens
     return row
 
 
+def magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype is torch.bool else tensor.abs()
+
+
 def roles(gm: fx.GraphModule) -> Counter[str]:
     """What producers said, on collectives, in the records of merged ones and in those of what was fused."""
     found: Counter[str] = Counter()
@@ -151,6 +155,33 @@ def fused_on_cpu() -> torch.library.Library:
     return library
 
 
+def check_one(
+    rank: int, ranks: int, group: str, seed: int, name: str, run: Callable[[fx.GraphModule], Any]
+) -> int:
+    """One graph before and after one pass; returns how many collectives the pass took away."""
+    gm = Graph(seed, group, ranks).build()
+    reassociates = name in REASSOCIATES
+    integers = name == "all" or (ranks > 2 and not reassociates) or seed % 2 == 0
+    tensors = inputs_for(gm, 1000 * seed + rank, integers)
+    expected = gm(*tensors)
+    positive = gm(*map(magnitude, tensors)) if not integers and reassociates else None
+    addends = max(8 * ranks * ranks, 24 * ranks)  # what `sums` and `products` add up at most
+    before, count = roles(gm), len(start_nodes(gm))
+    run(gm)
+    gm.graph.lint()
+    if name != "all":
+        assert roles(gm) == before, f"a role is neither there nor on record: {before}, {roles(gm)}"
+    found = gm(*tensors)
+    for i, (x, y) in enumerate(zip(expected, found, strict=True)):
+        assert x.dtype == y.dtype and x.shape == y.shape, f"output {i} is {y.dtype} {y.shape}, not {x.dtype} {x.shape}"
+        if torch.equal(x, y):
+            continue
+        assert positive is not None and x.dtype.is_floating_point, f"output {i}: {(x - y).abs().max()}"
+        limit = addends * torch.finfo(x.dtype).eps * positive[i].abs()
+        assert bool(((x - y).abs() <= limit).all()), f"output {i}: {(x - y).abs().max()} apart"
+    return count - len(start_nodes(gm))
+
+
 def check(rank: int, ranks: int, seeds: list[int]) -> dict[str, int]:
     """Every graph before and after every pass; returns how many collectives each pass took away."""
     library = fused_on_cpu()
@@ -158,27 +189,10 @@ def check(rank: int, ranks: int, seeds: list[int]) -> dict[str, int]:
     saved: Counter[str] = Counter()
     for seed in seeds:
         for name, run in PASSES.items():
-            gm = Graph(seed, group, ranks).build()
-            integers = name == "all" or (ranks > 2 and name not in REASSOCIATES) or seed % 2 == 0
-            tensors = inputs_for(gm, 1000 * seed + rank, integers)
-            expected = gm(*tensors)
-            positive = gm(*(t.abs() for t in tensors)) if not integers and name in REASSOCIATES else None
-            before, count = roles(gm), len(start_nodes(gm))
-            run(gm)
-            gm.graph.lint()
-            saved[name] += count - len(start_nodes(gm))
-            where = f"seed {seed}, pass {name!r}, {ranks} ranks"
-            if name != "all":
-                assert roles(gm) == before, f"{where}: a role is neither there nor on record"
-            found = gm(*tensors)
-            for i, (x, y) in enumerate(zip(expected, found, strict=True)):
-                assert x.dtype == y.dtype and x.shape == y.shape, f"{where}, output {i}"
-                if positive is None or not x.dtype.is_floating_point or torch.equal(x, y):
-                    assert torch.equal(x, y), f"{where}, output {i}: {(x - y).abs().max()}"
-                    continue
-                addends = 16 * ranks * max(1, count)
-                limit = addends * torch.finfo(x.dtype).eps * positive[i].abs()
-                assert bool(((x - y).abs() <= limit).all()), f"{where}, output {i}"
+            try:
+                saved[name] += check_one(rank, ranks, group, seed, name, run)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, pass {name!r}, {ranks} ranks: {error}") from error
     del library
     return dict(saved)
 

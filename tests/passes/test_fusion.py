@@ -141,6 +141,34 @@ def test_several_products_share_one_gather_and_the_gathered_tensor_may_be_kept()
     assert kept.args[0].meta["val"].is_contiguous()
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((4, 6), 0), ((2, 4, 6), 0), ((2, 4, 6), 1)])
+def test_the_gathered_tensor_may_be_an_output_or_be_written_away(shape: tuple[int, ...], dim: int) -> None:
+    """Users that yield nothing to anyone are users all the same."""
+    for written in (False, True):
+        b = Builder()
+        x = gathered(b, shape, dim)
+        product = linear(b, x, 5)
+        if written:
+            with b.graph.inserting_before(next(iter(b.graph.nodes))):
+                buffer = b.placeholder("buffer", tuple(x.meta["val"].shape))
+            b.call(aten.copy_.default, buffer, x)
+            gm = finish(b, product)
+        else:
+            gm = finish(b, product, x)
+        fused(gm)
+        (node,) = fused_nodes(gm)
+        assert node.kwargs == {"return_A": True} and gm.graph.output_node().args[0]
+
+
+@pytest.mark.parametrize("view", [aten.permute.default, aten.view.default])
+def test_a_gathered_tensor_multiplied_by_itself_is_left_alone(view: Any) -> None:
+    b = Builder()
+    x = gathered(b, (4, 8))
+    right = b.call(view, x, [1, 0] if view is aten.permute.default else [8, 8])
+    plan = fused(finish(b, b.call(aten.mm.default, x, right)))
+    assert not plan.fusions and len(plan.refusals) == 1
+
+
 @pytest.mark.parametrize(("shape", "dim"), [((4, 6), 0), ((4, 2, 6), 0), ((2, 4, 6), 1)])
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_matmul_and_scatter(shape: tuple[int, ...], dim: int, op: str) -> None:
