@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import InstallError
 
@@ -319,3 +321,11 @@ def last_traced_node() -> str:
     mode = get_proxy_mode()
     assert mode is not None
     return str(next(reversed(mode.tracer.graph.nodes)).name)
+
+
+def outside_selection() -> AbstractContextManager[None]:
+    """Keeps what runs inside from a selective checkpoint, which looks up every operator it did not see in forward.
+
+    ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.11.0 to 2.13.0) is a dispatch mode; all are left.
+    """
+    return _disable_current_modes()  # type: ignore[no-any-return]

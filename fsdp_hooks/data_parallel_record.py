@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from . import compat
-from .runtime import BINDINGS, Binding, Unit, gather
+from .runtime import BINDINGS, Binding, Unit
 from .spec import ParamSpec
 
 RECORD = "_fsdp_hooks_data_parallel"
@@ -18,7 +17,7 @@ RECORD = "_fsdp_hooks_data_parallel"
 
 @dataclass(frozen=True)
 class Reading(Binding):
-    """A binding that also gathers where its unit is not running but the model is, forward or recomputation.
+    """A binding that also gathers where its unit is not running but the model is.
 
     FSDP2 gives the shard in a method of a block that is called from outside its forward; SimpleFSDP gathers.
     """
@@ -27,11 +26,9 @@ class Reading(Binding):
 
     def read(self, sharded: Any) -> Any:
         """The full tensor inside the model's forward, the sharded parameter outside."""
-        full = self.unit.full
-        if full is not None:
-            return full[self.spec.fqn]
-        running = self.root.full is not None or compat.recomputing()
-        return gather(sharded, self.spec) if running else sharded
+        if self.unit.full is None and self.root.full is not None:
+            return self.unit.gather(sharded, self.spec)
+        return Binding.read(self, sharded)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
+from . import compat
 from .accumulated import Accumulated
 from .operator import unshard
 from .spec import ParamSpec
@@ -75,7 +76,7 @@ class Unit:
         """
         first = self.full is None
         if first:
-            self.full = {spec.fqn: self._gather(module._parameters[name], spec) for module, name, spec in self.sources}
+            self.full = {spec.fqn: self.gather(module._parameters[name], spec) for module, name, spec in self.sources}
         self.depth += 1
         if self.moves_inputs:
             args, kwargs = _map(self._to_device, args), _map(self._to_device, kwargs)
@@ -110,7 +111,8 @@ class Unit:
     def _to_device(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device)
 
-    def _gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
+    def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
+        """The full parameter; while gradients accumulate without communication, its gradient goes there."""
         accumulated = self.accumulated.get(spec.fqn) if torch.is_grad_enabled() else None
         return gather(sharded, spec, device=self.device, accumulated=accumulated)
 
@@ -123,9 +125,17 @@ class Binding:
     spec: ParamSpec
 
     def read(self, sharded: Any) -> Any:
-        """The attribute's value now: the sharded parameter, or the full tensor inside the unit's forward."""
+        """The attribute's value now: the sharded parameter, or the full tensor inside the unit's forward.
+
+        A checkpoint inside the forward runs again in backward, when the unit is closed: then it gathers anew.
+        """
         full = self.unit.full
-        return sharded if full is None else full[self.spec.fqn]
+        if full is not None:
+            return full[self.spec.fqn]
+        if not compat.recomputing():
+            return sharded
+        with compat.outside_selection():
+            return self.unit.gather(sharded, self.spec)
 
 
 def gather(

@@ -4,7 +4,7 @@ One :class:`_Compile` per graph that Dynamo hands over. It takes the configurati
 it into every later compile of that graph: a lazy backward may compile in autograd's thread, where the caller's
 ``config.patch`` is not visible.
 
-Order of one compile: joint graph: reshard marks; then for each of forward, backward and inference: the user's
+Order of one compile: joint graph: marks for the partitioner; then for each of forward, backward and inference: the user's
 ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
 `passes.graph_passes`; then the final table, and before the first run the agreement between ranks.
 """
@@ -36,6 +36,7 @@ from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
+from .random_in_checkpoints import RandomInCheckpoints
 from .reshard import Reshard
 
 logger = logging.getLogger("collective_identity.inductor_passes")
@@ -140,10 +141,10 @@ class _Compile:
     # -- the stages ---------------------------------------------------------------------------------------------
 
     def _joint(self, gm: fx.GraphModule) -> None:
-        if self._options.reshard:
-            log = self._session.begin_graph("joint", self._name, NAME)
-            with self._lite.as_asked():
-                Pipeline([Reshard()]).run(gm, self._context("joint", gm, log))
+        log = self._session.begin_graph("joint", self._name, NAME)
+        reshard = [Reshard()] if self._options.reshard else []
+        with self._lite.as_asked():
+            Pipeline([RandomInCheckpoints(), *reshard]).run(gm, self._context("joint", gm, log))
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

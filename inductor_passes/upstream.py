@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -228,6 +229,47 @@ def mark_recompute(node: fx.Node, region: int) -> None:
     """Have the partitioner compute ``node`` again in backward; ``region`` orders checkpoint regions."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = region
+
+
+def mark_save(node: fx.Node) -> None:
+    """Have the partitioner save what ``node`` returns, a tuple's items one by one, and not compute it again."""
+    for one in (node, *(user for user in node.users if user.target is operator.getitem)):
+        one.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def misplaced_random_ops(gm: fx.GraphModule) -> list[fx.Node]:
+    """Random operators to be recomputed from a saved generator state, in a graph that takes opaque objects.
+
+    As ``functionalize_rng_ops`` in torch/_functorch/partitioners.py finds them. An accelerator's generator is
+    threaded through as an input instead, unless configuration forbids that or there are several devices.
+    """
+    if not any(_is_opaque(node.meta.get("val")) for node in gm.graph.find_nodes(op="placeholder")):
+        return []
+    found = [
+        node
+        for node in gm.graph.nodes
+        if node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+        and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    ]
+    accelerators = {device for node in found if (device := _device(node)).type != "cpu"}
+    threaded = functorch_config.graphsafe_rng_functionalization and not inductor_config.fallback_random
+    if threaded and len(accelerators) <= 1:
+        return [node for node in found if _device(node).type == "cpu"]
+    return found
+
+
+def _is_opaque(value: Any) -> bool:
+    from torch._library.fake_class_registry import FakeScriptObject
+    from torch._library.opaque_object import is_opaque_value
+
+    return isinstance(value, (FakeScriptObject, torch.ScriptObject)) or is_opaque_value(value)
+
+
+def _device(node: fx.Node) -> torch.device:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    devices = [one.device for one in values if isinstance(one, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def cache_dir() -> Path:
