@@ -13,6 +13,7 @@ from torch._dynamo import register_backend
 from . import upstream
 from .backend import NAME, collective_identity
 from .bucketing import bucket_collectives
+from .debugging import debugify
 from .dedup import dedup_reduce_scatters
 from .fusion import fuse_tensor_parallel
 from .lite_mode import LiteState, lite_state
@@ -22,6 +23,6 @@ if not entry_points(group="torch_dynamo_backends", name=NAME):
     register_backend(collective_identity, name=NAME)
 
 __all__ = [
-    "LiteState", "bucket_collectives", "collective_identity", "dedup_reduce_scatters", "fuse_tensor_parallel",
-    "lite_state",
+    "LiteState", "bucket_collectives", "collective_identity", "debugify", "dedup_reduce_scatters",
+    "fuse_tensor_parallel", "lite_state",
 ]

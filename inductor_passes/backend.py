@@ -34,7 +34,7 @@ from . import coverage, upstream
 from .contract import PassContext
 from .lite_mode import LiteState, lite_state
 from .manager import Pipeline, role_counts, run_user_passes
-from .options import BackendOptions, parse_options
+from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
 from .reconcile import reconciled
 from .reshard import Reshard
@@ -71,7 +71,7 @@ def collective_identity(
         The compiled callable.
 
     Raises:
-        OptionError: an unknown option or value.
+        OptionError: an unknown option or value, or ``dump`` without a run folder.
         UnsupportedTorch: torch is not 2.11 to 2.15.
         RanksDisagree: on the first run, when another rank compiled something else.
     """
@@ -87,6 +87,8 @@ class _Compile:
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
+        if options.dump and self._session.run_dir is None:
+            raise OptionError("option 'dump' expects a run folder, found none: open one with enable(run_dir=...)")
         self._name = str(CompileContext.current_compile_id() or "graph")
         self._tag = self._digest(ci.payload_digest(gm), *map(coverage.describe, inputs))
         self._agreed = (
@@ -166,6 +168,8 @@ class _Compile:
         try:
             graph = _Graph(gm, self._context(kind, gm, log), log)
             self._graphs[kind] = graph
+            if self._options.dump:
+                log.dump(gm)
             yield graph
         except BaseException as error:
             log.failed(error, compile_seconds=time.perf_counter() - start)

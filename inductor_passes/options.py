@@ -46,6 +46,8 @@ class BackendOptions:
         reshard: honour ``reshard_after_forward`` by gathering again in backward.
         pre_passes: callables run on each forward, backward and inference graph before anything of ours sees it.
             One with a ``uuid()`` keeps the compile caches usable; without it they are off for this compile.
+        dump: save each graph as it was captured, before any pass of ours or of Inductor's, under ``graphs/`` of the
+            session's run folder (`collective-identity dump` lists them). The compile caches are off for this compile.
         inductor: Inductor's own options, passed on.
     """
 
@@ -61,12 +63,13 @@ class BackendOptions:
     overlap: int = 0
     reshard: bool = True
     pre_passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
+    dump: bool = False
     inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def cacheable(self) -> bool:
-        """Whether everything that can change the output has a stable name."""
-        return all(callable(getattr(one, "uuid", None)) for one in self.pre_passes)
+        """Whether everything that can change the output has a stable name, and no graph has to be seen."""
+        return not self.dump and all(callable(getattr(one, "uuid", None)) for one in self.pre_passes)
 
     @property
     def inductor_patches(self) -> Mapping[str, Any]:
@@ -102,7 +105,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     _one_of("inner", own.get("inner", "inductor"), INNER)
     _one_of("order", own.get("order", "param_group"), ORDERS)
     _one_of("dedup", own.get("dedup", "off"), DEDUP)
-    for name in ("bucketing", "fusion", "mixed_dtypes", "reshard"):
+    for name in ("bucketing", "dump", "fusion", "mixed_dtypes", "reshard"):
         _one_of(name, own.get(name, True), (True, False))
     overlap = own.get("overlap", 0)
     if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:
