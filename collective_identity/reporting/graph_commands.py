@@ -100,7 +100,8 @@ def _callable(name: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # whatever importing a user's module raises
-        raise ValueError(f"--pass: expected MODULE:CALLABLE, found {name!r} ({type(error).__name__}: {error})") from error
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--pass: expected MODULE:CALLABLE, found {name!r} ({why})") from error
     if not callable(found):
         raise ValueError(f"--pass: expected a callable, found {name!r}, which is a {type(found).__name__}")
     return found  # type: ignore[no-any-return]
