@@ -52,7 +52,8 @@ def gradients() -> fx.GraphModule:
     """Five reduce-scatters: two added up, the others outputs, one behind a cast."""
     b = Builder()
     waits = [b.reduce_scatter(b.placeholder(f"g{i}", (8, 8)), group=world(), size=SIZE).wait for i in range(5)]
-    return finished(b, b.call(aten.add.Tensor, waits[0], waits[1]), waits[2], waits[3], b.cast(waits[4], torch.bfloat16))
+    total = b.call(aten.add.Tensor, waits[0], waits[1])
+    return finished(b, total, waits[2], waits[3], b.cast(waits[4], torch.bfloat16))
 
 
 def replicated() -> fx.GraphModule:
