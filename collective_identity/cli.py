@@ -1,6 +1,6 @@
-"""The command `collective-identity`: read a run, check it in CI, look at the installation.
+"""The command `collective-identity`: read a run, check it in CI, check passes, look at the installation.
 
-Exit codes: 0 fine; 1 the check found something (`check`, `doctor`); 2 wrong usage, or no readable run.
+Exit codes: 0 fine; 1 the check found something (`check`, `debugify`, `doctor`); 2 wrong usage, or no readable input.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from . import compat
+from .reporting.graph_commands import debugify_command, dump_command
 from .reporting.jsonl import RunFolderError, read_run
 from .reporting.report import FAULTS, Report, build_report
 from .reporting.terminal import render
@@ -96,6 +97,10 @@ def doctor(as_json: AsJson = False) -> None:
             typer.echo(f"{'ok ' if entry['ok'] else 'NOT'}  {entry['check']}: {entry['found']}")
     if not good:
         raise typer.Exit(1)
+
+
+app.command("dump")(dump_command)
+app.command("debugify")(debugify_command)
 
 
 def diagnose() -> list[tuple[str, bool, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -160,3 +160,33 @@ def group_ranks(name: str) -> tuple[int, ...] | None:
         return tuple(get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
     except Exception:  # not registered, or a torch built without distributed
         return None
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any:
+    """The fake-tensor mode of a graph's example values, a new one with symbolic shapes where they have none."""
+    from torch._guards import detect_fake_mode
+    from torch.utils._pytree import tree_leaves
+
+    found = detect_fake_mode([leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)])
+    return found if found is not None else _new_fake_mode()
+
+
+def dump_graph(gm: torch.fx.GraphModule) -> bytes:
+    """A graph as bytes, node metadata included (``torch/fx/_graph_pickler.py``, PyTorch 2.11-2.15)."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    return GraphPickler.dumps(gm, Options(ops_filter=None, node_metadata_key_filter=None))
+
+
+def load_graph(data: bytes) -> object:
+    """What `dump_graph` wrote, its tensors in a fake mode of their own. Unpickling can run code."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    return GraphPickler.loads(data, _new_fake_mode())
+
+
+def _new_fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)

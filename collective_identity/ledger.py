@@ -14,10 +14,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import fx
 
+from . import saved_graph
 from .agreement import AgreementResult, AgreementState, RanksDisagree, agree
 from .codes import AGREEMENT_TIMEOUT, CODES, RANKS_DISAGREE, Code
 from .digest import CollectiveRow
@@ -55,7 +58,7 @@ class Ledger:
         self.agreement_timeout = agreement_timeout
         self.agreement_state = AgreementState()
         self._mode = mode
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._lock = threading.RLock()
         self._records: list[Record] = []
         self._graphs = 0
@@ -142,12 +145,12 @@ class Ledger:
     def _add_run(self) -> None:
         rank, ranks = rank_and_ranks()
         run_id, restart = run_and_restart()
-        if self._run_dir is not None and not self._closed:
+        if self.run_dir is not None and not self._closed:
             try:
-                self._writer = RankWriter(self._run_dir, rank)
+                self._writer = RankWriter(self.run_dir, rank)
             except OSError as error:
                 logger.warning(
-                    "%s: no run file for rank %d (%s); the run goes on", self._run_dir, rank, error
+                    "%s: no run file for rank %d (%s); the run goes on", self.run_dir, rank, error
                 )
         self._append(
             RunRecord(
@@ -229,6 +232,17 @@ class GraphLog:
         self._captured = tuple(rows)
         self._ledger._add(CapturedRecord(self.number, self._captured))
         logger.debug("%s: captured %s", self._where, _by_role(self._captured))
+
+    def dump(self, gm: fx.GraphModule) -> None:
+        """Save the graph under ``graphs/`` of the run folder; a graph or disk that does not allow it is logged."""
+        if self._ledger.run_dir is None:
+            return
+        folder = Path(self._ledger.run_dir) / saved_graph.FOLDER
+        rank, _ = rank_and_ranks()
+        try:
+            saved_graph.write(folder, gm, rank=rank, phase=self.kind, name=self.name, number=self.number)
+        except (saved_graph.SavedGraphError, OSError) as error:
+            logger.warning("%s: not saved: %s", self._where, error)
 
     def event(
         self,

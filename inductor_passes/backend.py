@@ -6,7 +6,8 @@ it into every later compile of that graph: a lazy backward may compile in autogr
 
 Order of one compile: joint graph: marks for the partitioner; then for each of forward, backward and inference: the user's
 ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
-`passes.graph_passes`; then the final table, and before the first run the agreement between ranks.
+`passes.graph_passes`, then, where torch's own passes over collectives are on, `reconcile` around those; then the final
+table, and before the first run the agreement between ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ from . import coverage, upstream
 from .contract import PassContext
 from .device_policy import compile_under
 from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
-from .manager import Pipeline, run_user_passes
+from .manager import Pipeline, role_counts, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
 from .random_in_checkpoints import RandomInCheckpoints
+from .reconcile import reconciled
 from .reshard import Reshard
+from .upstream_passes import rewrites_collectives
 
 logger = logging.getLogger("collective_identity.inductor_passes")
 
@@ -70,7 +73,7 @@ def collective_identity(
         The compiled callable.
 
     Raises:
-        OptionError: an unknown option or value.
+        OptionError: an unknown option or value, or ``dump`` without a run folder.
         UnsupportedTorch: torch is not 2.11 to 2.15.
         RanksDisagree: on the first run, when another rank compiled something else.
     """
@@ -93,6 +96,8 @@ class _Compile:
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
+        if options.dump and self._session.run_dir is None:
+            raise OptionError("option 'dump' expects a run folder, found none: open one with enable(run_dir=...)")
         self._name = str(CompileContext.current_compile_id() or "graph")
         self._tag = self._digest(ci.payload_digest(gm), marks_digest(gm), *map(coverage.describe, inputs))
         self._agreed = (
@@ -153,6 +158,7 @@ class _Compile:
                 self._graph(upstream.kind_of_inner(kwargs), gm) as graph,
                 upstream.cache_key(self._tag, self._callers.cache_key_tag),
                 upstream.caches_disabled(not self._options.cacheable),
+                graph.upstreams(),
                 upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
             ):
                 if lite_state(gm) is not LiteState.OFF:
@@ -176,6 +182,8 @@ class _Compile:
         try:
             graph = _Graph(gm, self._context(kind, gm, log), log)
             self._graphs[kind] = graph
+            if self._options.dump:
+                log.dump(gm)
             yield graph
         except BaseException as error:
             log.failed(error, compile_seconds=time.perf_counter() - start)
@@ -237,6 +245,7 @@ class _Graph:
     def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog) -> None:
         self.kind, self._context, self._log = context.kind, context, log
         self._pipeline = Pipeline(graph_passes(context.options))
+        self._upstreams: ExitStack | None = None
         self.transformed = False
         self.rows_known = True
         self._groups: tuple[str, ...] | None = None
@@ -273,10 +282,27 @@ class _Graph:
         return ci.collective_table(gm, seen)
 
     def transform(self, gm: fx.GraphModule) -> None:
-        """Run the passes on the graph about to be lowered."""
+        """Run the passes on the graph about to be lowered; where torch's own follow, watch them from here on."""
         self._pipeline.run(gm, self._context)
         self.after = ci.collective_table(gm)
         self.transformed = True
+        if self._upstreams is not None and not self._context.read_only and rewrites_collectives():
+            self._upstreams.enter_context(self._reconciled(gm))
+
+    @contextmanager
+    def upstreams(self) -> Iterator[None]:
+        """Around Inductor's compile of one graph: what torch's own passes do to identities is put right at its end."""
+        with ExitStack() as self._upstreams:
+            yield
+
+    @contextmanager
+    def _reconciled(self, gm: fx.GraphModule) -> Iterator[None]:
+        before = role_counts(gm)
+        with reconciled(gm, self._log.event) as done:
+            yield
+        self.after = ci.collective_table(gm)
+        changed = bool(done.merged or done.replaced or done.cleared or done.lost)
+        self._log.pass_ran("reconcile", done.seconds, changed, before, role_counts(gm), done.to_dict())
 
     def finish(self, seconds: float, recorded: tuple[Rows, Rows] | None) -> None:
         """Close the log. Passes that did not run mean lite mode, or a graph taken from FxGraphCache."""

@@ -14,6 +14,7 @@ from .contract import PassContext
 from .lite_mode import LiteState
 from .manager import Pipeline
 from .options import BackendOptions
+from .passes import graph_passes
 
 
 def debugify(passes: Any, gm: fx.GraphModule, *, stamps: Sequence[str] = tuple(STAMPS)) -> DebugifyReport:
@@ -34,3 +35,9 @@ def _callable(one: Any) -> Any:
     context = PassContext(kind="forward", lite=LiteState.OFF, observe=False, options=BackendOptions(), log=None)
     call: Callable[[fx.GraphModule], None] = lambda gm: one(gm, context) and None  # noqa: E731
     return contract.name, call
+
+
+def backend_passes(gm: fx.GraphModule) -> None:
+    """What the backend does to a graph by default, as one callable: the pass of `collective-identity debugify`."""
+    context = PassContext(kind="forward", lite=LiteState.OFF, observe=False, options=BackendOptions(), log=None)
+    Pipeline(graph_passes(context.options)).run(gm, context)

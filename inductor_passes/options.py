@@ -51,6 +51,8 @@ class BackendOptions:
         strict_lite: compile in lite mode with :func:`inductor_passes.strict_lite_options`; Inductor options that
             are given as well count before those.
         policy: an accelerator's operator policy for this compile (docs/device-policy.md).
+        dump: save each graph as it was captured, before any pass of ours or of Inductor's, under ``graphs/`` of the
+            session's run folder (`collective-identity dump` lists them). The compile caches are off for this compile.
         inductor: Inductor's own options, passed on.
     """
 
@@ -68,12 +70,13 @@ class BackendOptions:
     pre_passes: tuple[Callable[[fx.GraphModule], Any], ...] = ()
     strict_lite: bool = False
     policy: OperatorPolicy | None = None
+    dump: bool = False
     inductor: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def cacheable(self) -> bool:
-        """Whether everything that can change the output has a stable name."""
-        return all(callable(getattr(one, "uuid", None)) for one in self.pre_passes)
+        """Whether everything that can change the output has a stable name, and no graph has to be seen."""
+        return not self.dump and all(callable(getattr(one, "uuid", None)) for one in self.pre_passes)
 
     @property
     def inductor_patches(self) -> Mapping[str, Any]:
@@ -110,7 +113,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     _one_of("inner", own.get("inner", "inductor"), INNER)
     _one_of("order", own.get("order", "param_group"), ORDERS)
     _one_of("dedup", own.get("dedup", "off"), DEDUP)
-    for name in ("bucketing", "fusion", "mixed_dtypes", "reshard", "strict_lite"):
+    for name in ("bucketing", "dump", "fusion", "mixed_dtypes", "reshard", "strict_lite"):
         _one_of(name, own.get(name, True), (True, False))
     overlap = own.get("overlap", 0)
     if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from torch import fx
 
@@ -39,12 +40,14 @@ class Reconciled:
         replaced: collectives that stand for one other.
         cleared: nodes that lost an identity which was never theirs.
         lost: identities that ended their life, as (code, pass, role).
+        seconds: what this took, the passes themselves not included.
     """
 
     merged: int = 0
     replaced: int = 0
     cleared: int = 0
     lost: list[tuple[Code, str, str]] = field(default_factory=list)
+    seconds: float = 0.0
 
     def to_dict(self) -> dict[str, object]:
         """JSON values for the report."""
@@ -56,8 +59,9 @@ class Reconciled:
 def reconciled(gm: fx.GraphModule, say: Say | None = None) -> Iterator[Reconciled]:
     """Run any passes inside; no node of ``gm`` ends with a wrong, spread or aliased identity.
 
-    Call it on a normalised graph. Passes may read identities meanwhile: a new collective has none until its step
-    ends (see `lineage.Watch`), then what the contract gives it. Linear in nodes, edges and events.
+    Call it on a normalised graph. A pass that reads identities meanwhile may still read a wrong one: until its step
+    ends (see `lineage.Watch`) a new collective carries whatever its pass copied there, of upstream's buckets the first
+    member's payload; then what the contract gives it. Linear in nodes, edges and events.
 
     Args:
         gm: the graph; hooks are on its module while open, and gone afterwards, whatever happens inside.
@@ -66,10 +70,21 @@ def reconciled(gm: fx.GraphModule, say: Say | None = None) -> Iterator[Reconcile
     Yields:
         What was put right, complete on exit.
     """
+    start = perf_counter()
     reconciler = _Reconciler(gm, say)
-    with Watch(gm, reconciler.step, name=_who, on_rebuilt=reconciler.rebuilt).watching():
-        yield reconciler.done
+    done = reconciler.done
+
+    def step(one: Step) -> None:
+        start = perf_counter()
+        reconciler.step(one)
+        done.seconds += perf_counter() - start
+
+    done.seconds += perf_counter() - start
+    with Watch(gm, step, name=_who, on_rebuilt=reconciler.rebuilt).watching():
+        yield done
+    start = perf_counter()
     reconciler.finish()
+    done.seconds += perf_counter() - start
 
 
 def _who() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch import fx
@@ -53,6 +55,48 @@ def test_groups() -> None:
     assert set(fsdp.identify_fsdp_groups(gm)[0]) == {"cp", "other"}
     with metadata_first():
         assert set(fsdp.identify_fsdp_groups(gm)[0]) == {"dp", "other"}
+
+
+def test_several_threads_the_last_to_leave_puts_back() -> None:
+    waits = graph()
+    original = fsdp.is_fsdp_all_gather_wait
+    entered, first_left = threading.Barrier(2, timeout=30), threading.Event()
+    seen: dict[str, list[bool]] = {}
+
+    def first() -> None:
+        with metadata_first():
+            entered.wait()
+            seen["first"] = verdicts(waits)
+        first_left.set()
+
+    def last() -> None:
+        with metadata_first():
+            entered.wait()
+            assert first_left.wait(30)
+            seen["last"] = verdicts(waits)  # somebody else's leaving took nothing away
+
+    with ThreadPoolExecutor(2) as pool:
+        for job in [pool.submit(first), pool.submit(last)]:
+            job.result(timeout=60)
+    assert seen == {"first": [True, False, True], "last": [True, False, True]}
+    assert fsdp.is_fsdp_all_gather_wait is original and verdicts(waits) == [False, True, True]
+
+
+def test_many_threads_in_and_out() -> None:
+    """Whoever is inside sees identities decide; when all have left, torch's own functions are back."""
+    waits = graph()
+    before = vars(fsdp).copy(), vars(bucketing).copy()
+
+    def often(_: int) -> bool:
+        ok = True
+        for _ in range(200):
+            with metadata_first():
+                ok &= verdicts(waits) == [True, False, True]
+        return ok
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(often, range(8)))
+    assert (vars(fsdp), vars(bucketing)) == before
 
 
 def test_a_foreign_wrapper_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

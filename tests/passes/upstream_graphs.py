@@ -45,21 +45,22 @@ def gathers() -> fx.GraphModule:
     shards = [b.placeholder(f"p{i}", (8, 8)) for i in range(3)]
     inputs: list[fx.Node] = [shards[0], b.cast(shards[1], torch.bfloat16), shards[2]]
     inputs.append(b.call(aten.relu.default, b.call(aten.mul.Tensor, shards[2], b.placeholder("x", (8, 8)))))
-    return _done(b, *(b.all_gather(node, group=world(), size=SIZE).wait for node in inputs))
+    return finished(b, *(b.all_gather(node, group=world(), size=SIZE).wait for node in inputs))
 
 
 def gradients() -> fx.GraphModule:
     """Five reduce-scatters: two added up, the others outputs, one behind a cast."""
     b = Builder()
     waits = [b.reduce_scatter(b.placeholder(f"g{i}", (8, 8)), group=world(), size=SIZE).wait for i in range(5)]
-    return _done(b, b.call(aten.add.Tensor, waits[0], waits[1]), waits[2], waits[3], b.cast(waits[4], torch.bfloat16))
+    total = b.call(aten.add.Tensor, waits[0], waits[1])
+    return finished(b, total, waits[2], waits[3], b.cast(waits[4], torch.bfloat16))
 
 
 def replicated() -> fx.GraphModule:
     """DDP: three gradients divided, all-reduced, returned."""
     b = Builder()
     divided = [b.call(aten.div.Tensor, b.placeholder(f"g{i}", (8, 8)), 4) for i in range(3)]
-    return _done(b, *(b.all_reduce(node, group=world()).wait for node in divided))
+    return finished(b, *(b.all_reduce(node, group=world()).wait for node in divided))
 
 
 def hybrid() -> fx.GraphModule:
@@ -70,7 +71,7 @@ def hybrid() -> fx.GraphModule:
         scattered = b.reduce_scatter(b.placeholder(f"g{i}", (8, 8)), group=world(), size=SIZE)
         outs.append(b.all_reduce(scattered.wait, group=world()).wait)
     outs.append(b.all_reduce(b.placeholder("loss", (1,)), group=world()).wait)
-    return _done(b, *outs)
+    return finished(b, *outs)
 
 
 def step() -> fx.GraphModule:
@@ -83,7 +84,7 @@ def step() -> fx.GraphModule:
         x = b.call(aten.mm.default, x, full)
         gradient = b.call(aten.mm.default, full, full)
         outs.append(b.reduce_scatter(gradient, group=world(), size=SIZE).wait)
-    return _done(b, x, *outs)
+    return finished(b, x, *outs)
 
 
 def tensor_parallel() -> fx.GraphModule:
@@ -92,7 +93,7 @@ def tensor_parallel() -> fx.GraphModule:
     x, w, y = b.placeholder("x", (8, 16)), b.placeholder("w", (16, 16)), b.placeholder("y", (32, 16))
     gathered = b.all_gather(x, group=world(), size=SIZE).wait
     product = b.call(aten.mm.default, y, w)
-    return _done(b, b.call(aten.mm.default, gathered, w), b.reduce_scatter(product, group=world(), size=SIZE).wait)
+    return finished(b, b.call(aten.mm.default, gathered, w), b.reduce_scatter(product, group=world(), size=SIZE).wait)
 
 
 def gram() -> fx.GraphModule:
@@ -104,7 +105,7 @@ def gram() -> fx.GraphModule:
         product = b.call(aten.mm.default, b.call(aten.permute.default, x, [1, 0]), x)
         x = b.call(aten.mm.default, x, product)
     parts = b.call(aten.split.Tensor, x, 8)
-    return _done(b, b.call(operator.getitem, parts, 0))
+    return finished(b, b.call(operator.getitem, parts, 0))
 
 
 GRAPHS: MappingProxyType[str, Callable[[], fx.GraphModule]] = MappingProxyType(
@@ -120,7 +121,8 @@ GRAPHS: MappingProxyType[str, Callable[[], fx.GraphModule]] = MappingProxyType(
 )
 
 
-def _done(b: Builder, *outs: fx.Node) -> fx.GraphModule:
+def finished(b: Builder, *outs: fx.Node) -> fx.GraphModule:
+    """The graph with these outputs, and the metadata that passes of torch read."""
     b.output(*outs)
     for node in b.graph.nodes:
         value = node.meta.get("val")
