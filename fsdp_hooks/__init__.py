@@ -7,6 +7,7 @@ and an explicit role on each; ``data_parallel`` does the same for a plain model,
 
 from __future__ import annotations
 
+from .comms import restore_comms, use_functional_comms
 from .data_parallel import data_parallel, undo_data_parallel
 from .errors import InstallError, UnsupportedOption
 from .expected import expected_collectives
@@ -20,7 +21,9 @@ __all__ = [
     "data_parallel",
     "expected_collectives",
     "install",
+    "restore_comms",
     "trace_train_step",
     "undo_data_parallel",
     "uninstall",
+    "use_functional_comms",
 ]

@@ -4,8 +4,8 @@ One :class:`_Compile` per graph that Dynamo hands over. It takes the configurati
 it into every later compile of that graph: a lazy backward may compile in autograd's thread, where the caller's
 ``config.patch`` is not visible.
 
-Order of one compile: joint graph: marks for the partitioner; then for each of forward, backward and inference: the user's
-``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
+Order of one compile: joint graph: marks for the partitioner; then for each of forward, backward and inference: the
+user's ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
 `passes.graph_passes`, then, where torch's own passes over collectives are on, `reconcile` around those; then the final
 table, and before the first run the agreement between ranks.
 """
