@@ -19,7 +19,6 @@ from fsdp_hooks.errors import InstallError, UnsupportedOption
 from fsdp_hooks.survey import attribute_names, parameters_of
 from tests.unit.sharded import sharded
 
-
 pytestmark = pytest.mark.usefixtures("fake_world")
 
 
