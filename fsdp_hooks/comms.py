@@ -25,7 +25,7 @@ from .errors import InstallError, UnsupportedOption
 from .reshard import reshard_mark
 from .runtime import UNIT
 from .spec import reduce_op_name
-from .survey import Found, attribute_names, outermost, parameters_of
+from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
 
 PRODUCER = "fsdp2_eager"
 
@@ -145,22 +145,22 @@ def use_functional_comms(model: nn.Module) -> nn.Module:
     """
     compat.check_version()
     groups = list(_groups(model))
-    for name, _, group in groups:
-        _check(model, name, group)
+    for one, _, group in groups:
+        _check(model, one.name, group)
     for name, root in outermost(model):
         compat.finish_lazy_init(root, name)
     names = attribute_names(model)
     reducers: list[FunctionalAllReduce] = []
     planned = []
-    for name, module, group in groups:
-        found = tuple(parameters_of(name, module, names))
+    for one, module, group in groups:
+        found = tuple(parameters_of(one, names))
         if not found:
             continue
         reducer = None
         if compat.replicate_group(group) is not None:
             reducer = FunctionalAllReduce(PRODUCER, found[0].param_group, found[0].fqn)
             reducers.append(reducer)
-        previous = compat_eager.comms_of(group, name)
+        previous = compat_eager.comms_of(group, one.name)
         planned.append((module, previous, FunctionalAllGather(found), FunctionalReduceScatter(found, reducer)))
     if reducers:
         route(reducers)  # the last thing that may refuse
@@ -193,23 +193,19 @@ def restore_comms(model: nn.Module) -> nn.Module:
     return model
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """``(name, module, parameter group)``; once for a state that several modules share (``fully_shard([a, b])``)."""
-    seen: set[int] = set()
-    for name, module in compat.fsdp_modules(model):
-        state = compat.state_of(module, name)
-        if id(state) in seen:
-            continue
-        seen.add(id(state))
-        groups = compat.groups_of(state, name)
+def _groups(model: nn.Module) -> Iterator[tuple[Managed, Any, Any]]:
+    """What was given to ``fully_shard``, its first module and its parameter group."""
+    everything = managed(model)
+    for one in everything:
+        groups = compat.groups_of(one.state, one.name)
         if len(groups) > 1:
             raise UnsupportedOption(
-                f"module {name!r}: use_functional_comms expects one parameter group a module, found {len(groups)} "
+                f"module {one.name!r}: use_functional_comms expects one parameter group a module, found {len(groups)} "
                 "(shard_placement_fn with several meshes): FSDP2's setters are for one group; leave it out"
             )
         for group in groups:
-            yield name, module, group
-    if not seen:
+            yield one, one.modules[0][1], group
+    if not everything:
         raise InstallError(
             f"use_functional_comms expects a model with fully_shard applied, found {type(model).__name__} with none: "
             "call torch.distributed.fsdp.fully_shard on its blocks and on the model first"
