@@ -5,8 +5,8 @@ it into every later compile of that graph: a lazy backward may compile in autogr
 ``config.patch`` is not visible.
 
 Order of one compile: joint graph: marks for the partitioner; then for each of forward, backward and inference: the
-user's ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
-`passes.graph_passes`, then, where torch's own passes over collectives are on, `reconcile` around those; then the final
+user's ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with
+``inner="aot_eager"``), `passes.graph_passes`, then, where torch's own passes over collectives are on, `reconcile` around those; then the final
 table, and before the first run the agreement between ranks.
 """
 

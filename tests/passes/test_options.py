@@ -164,6 +164,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {"inner": "aot_eager"},
     {"bucketing": False},
     {"overlap": 1},
+    {"dump": True},
     {"kinds": ["all_gather"]},
     {"kinds": []},
     {"cap_mb": 1},

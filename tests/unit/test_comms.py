@@ -16,7 +16,7 @@ from fsdp_hooks import compat_eager
 from fsdp_hooks.all_reduce import FunctionalAllReduce, Router
 from fsdp_hooks.comms import carried
 from fsdp_hooks.errors import InstallError, UnsupportedOption
-from fsdp_hooks.survey import attribute_names, parameters_of
+from fsdp_hooks.survey import attribute_names, managed, parameters_of
 from tests.unit.sharded import sharded
 
 pytestmark = pytest.mark.usefixtures("fake_world")
@@ -104,7 +104,7 @@ def test_the_router_passes_on_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) 
 
 def test_parameters_are_named_only_if_all_of_them_are_carried() -> None:
     model = sharded()
-    found = list(parameters_of("blocks.0", model.blocks[0], attribute_names(model)))
+    found = list(parameters_of(managed(model)[1], attribute_names(model)))
     assert carried(found, 8 * 8 + 8, 4) == ["blocks.0.0.weight", "blocks.0.0.bias"]
     assert carried(found, 8 * 8, 4) is None, "the bias had no gradient"
     found[1].param.sharded_param.requires_grad_(False)
