@@ -4,7 +4,7 @@ One :class:`_Compile` per graph that Dynamo hands over. It takes the configurati
 it into every later compile of that graph: a lazy backward may compile in autograd's thread, where the caller's
 ``config.patch`` is not visible.
 
-Order of one compile: joint graph: reshard marks; then for each of forward, backward and inference: the user's
+Order of one compile: joint graph: equal collectives settled, reshard marks; then for each of forward, backward and inference: the user's
 ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
 `passes.graph_passes`; then the final table, and before the first run the agreement between ranks.
 """
@@ -31,6 +31,7 @@ from collective_identity.ledger import GraphKind, GraphLog
 
 from . import coverage, upstream
 from .contract import PassContext
+from .equals import settle_equal_collectives
 from .lite_mode import LiteState, lite_state
 from .manager import Pipeline, run_user_passes
 from .options import BackendOptions, parse_options
@@ -130,6 +131,7 @@ class _Compile:
     # -- the stages ---------------------------------------------------------------------------------------------
 
     def _joint(self, gm: fx.GraphModule) -> None:
+        settle_equal_collectives(gm)
         if self._options.reshard:
             log = self._session.begin_graph("joint", self._name, NAME)
             context = self._context("joint", gm, log)
