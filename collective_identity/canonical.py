@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import fx
@@ -21,13 +21,30 @@ def plain(value: object) -> object:
     try:
         return _plain(value, _DEPTH, [_CONTAINERS])
     except Exception:  # a payload may be any object, with any behaviour
-        return {"unreadable": type(value).__name__}
+        return {"unreadable": type_name(value)}
 
 
 def fields(value: object) -> dict[Any, Any] | None:
-    """What a dict holds, in a fresh dict, past whatever a subclass does; None for any other value. Never raises."""
-    kind = type(value)  # not isinstance, which would ask the value
-    return dict(dict.items(value)) if issubclass(kind, dict) else None  # type: ignore[arg-type]
+    """What a dict holds, in a fresh dict, past whatever a subclass does; None for any other value. Never raises.
+
+    Keys that refuse to be hashed or compared cannot be carried over; then only those that are plain strings are.
+    """
+    if not is_dict(value):
+        return None
+    try:
+        return dict(dict.items(value))
+    except Exception:  # a key may be any object, with any behaviour
+        return {k: v for k, v in dict.items(value) if type(k) is str}
+
+
+def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
+    """Whether a value is a dict or of a subclass of it, without asking the value, as isinstance would."""
+    return issubclass(type(value), dict)
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, past whatever the type's own type does. Never raises."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 def canonical(value: object) -> str:
@@ -62,8 +79,8 @@ def _plain(value: Any, depth: int, left: list[int]) -> object:
             items = [[_plain(k, depth - 1, left), _plain(v, depth - 1, left)] for k, v in dict.items(value)]
             return {"dict": sorted(items, key=canonical)}
         if isinstance(value, (set, frozenset)):
-            return {"set": sorted((_plain(v, depth - 1, left) for v in _items(value)), key=canonical)}
-        return [_plain(v, depth - 1, left) for v in _items(value)]
+            return {"set": sorted((_plain(v, depth - 1, left) for v in items_of(value)), key=canonical)}
+        return [_plain(v, depth - 1, left) for v in items_of(value)]
     if isinstance(value, fx.Node):
         return {"node": None}
     if type(value) in _AS_WRITTEN:
@@ -71,7 +88,7 @@ def _plain(value: Any, depth: int, left: list[int]) -> object:
     return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
-def _items(value: Any) -> Any:
+def items_of(value: Any) -> Any:
     """The items of a builtin container, past whatever a subclass does when it is iterated."""
     base: Any
     for base in (list, tuple, set, frozenset):

@@ -109,6 +109,23 @@ def group_name_of(value: object) -> str | None:
     return None
 
 
+def surely_equal(one: object, other: object) -> bool:
+    """Whether two sizes are equal whatever their symbols stand for. Never guards; undecided is False.
+
+    PyTorch 2.11-2.15 ``fx/experimental/symbolic_shapes.statically_known_true`` evaluates without a guard.
+    """
+    if type(one) is int and type(other) is int:
+        return one == other
+    if one is other:
+        return True
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    try:
+        return bool(statically_known_true(one == other))  # type: ignore[arg-type]
+    except Exception:  # sizes of different symbol tables, or of a kind that cannot be compared
+        return False
+
+
 def group_size_of(name: str) -> int | None:
     """Ranks in the named process group of this process, or None when it is not registered here."""
     try:

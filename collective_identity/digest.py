@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from . import compat, store
-from .canonical import canonical, fields, plain, sha256
+from .canonical import canonical, is_dict, plain, sha256
 from .subgraphs import graph_modules
 from .transports import Launch, Transport, launch_of, start_nodes
 
@@ -166,8 +166,8 @@ def digest(gm: fx.GraphModule) -> str:
 def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
     """sha256 over everything a producer wrote, for cache keys and for comparing ranks.
 
-    Covered: each payload of each node with its position, sub-graphs of every kind included, and the literal
-    arguments of every ``torch.ops.fsdp_hooks.*`` call with their positions. Valid or not makes no difference:
+    Covered: each payload and recorded loss of each node with its position, sub-graphs of every kind included, and the
+    literal arguments of every ``torch.ops.fsdp_hooks.*`` call with their positions. Valid or not makes no difference:
     two graphs that differ in any payload differ here.
 
     Args:
@@ -190,7 +190,7 @@ def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
             continue
         for position, node in enumerate(module.graph.nodes):
             place = len(rows) if logical_groups else position  # a rank with an uneven shard has other nodes in between
-            for key, value in store.raw_payloads(node).items():
+            for key, value in store.raw_records(node).items():
                 rows.append([path, place, key, plain(_regrouped(value, group))])
             operator = compat.op_name(node.target) or ""
             if operator.startswith(_HOOK_NAMESPACE):
@@ -254,7 +254,10 @@ def _portable(value: object, groups: Mapping[str | None, int]) -> object:
 
 
 def _regrouped(value: object, group: Callable[[str], object]) -> object:
-    held = fields(value)
-    if held is None or type(held.get("group")) is not str:
+    try:
+        held = dict(dict.items(value)) if is_dict(value) else {}
+        if type(held.get("group")) is not str:
+            return value
+        return {**held, "group": group(held["group"])}
+    except Exception:  # a key may be any object, with any behaviour
         return value
-    return {**held, "group": group(held["group"])}

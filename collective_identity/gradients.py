@@ -118,7 +118,7 @@ class _Flow:
         for operand in self._view.inputs[number]:
             if self.activation[operand]:
                 return False
-            if shape is not None and not is_scalar(nodes[operand]) and _shape(nodes[operand]) != shape:
+            if shape is not None and not is_scalar(nodes[operand]) and not _same(_shape(nodes[operand]), shape):
                 return False
         return True
 
@@ -149,6 +149,11 @@ def _kind_of(target: object) -> tuple[str, bool]:
     if pointwise or name in _VIEWS or name in _CREATORS or name.startswith(_OPTIMIZERS) or name == _CAST:
         return "passes", pointwise
     return "asks", False  # a wait, or the wrapped body of one, else nothing passes
+
+
+def _same(one: tuple[Any, ...] | None, other: tuple[Any, ...]) -> bool:
+    """Whether two shapes are known to be equal; symbols that may differ, or stand for no known size, leave it open."""
+    return one is not None and len(one) == len(other) and all(map(compat.surely_equal, one, other))
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...] | None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from . import codes
+from .canonical import is_dict, items_of, type_name
 from .codes import Code
 from .roles import DEFAULT_ROLES, RoleTable, is_fsdp, is_namespaced
 from .transports import Transport
@@ -117,7 +118,12 @@ def parse(
     try:
         return _parse(raw, transport, node_group, roles)
     except Exception as error:  # a payload may be any object, with any behaviour
-        return _absent(codes.WRONG_TYPE, f"reading the payload raised {type(error).__name__}")
+        return _absent(codes.WRONG_TYPE, unreadable(error))
+
+
+def unreadable(error: Exception) -> str:
+    """What to say of a payload that raised when it was read."""
+    return f"reading the payload raised {type_name(error)}"
 
 
 def _absent(code: Code, detail: str) -> Verdict:
@@ -125,7 +131,7 @@ def _absent(code: Code, detail: str) -> Verdict:
 
 
 def _wrong_type(name: str, expected: str, value: object) -> Verdict:
-    return _absent(codes.WRONG_TYPE, f"expected {expected} in {name!r}, found {type(value).__name__}")
+    return _absent(codes.WRONG_TYPE, f"expected {expected} in {name!r}, found {type_name(value)}")
 
 
 def _shown(value: object) -> str:
@@ -136,14 +142,10 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _text(value: str) -> str:
-    """The str that a value holds: of a str enum its value, not its name."""
-    return value if type(value) is str else str.__str__(value)
-
-
 def _parse(raw: object, transport: Transport | None, node_group: str | None, roles: RoleTable) -> Verdict:
-    if not isinstance(raw, dict):
-        return _absent(codes.WRONG_TYPE, f"expected a dict as payload, found {type(raw).__name__}")
+    # Types are compared exactly: a subclass of int or str may say of itself what it likes.
+    if not is_dict(raw):
+        return _absent(codes.WRONG_TYPE, f"expected a dict as payload, found {type_name(raw)}")
     fields = raw if type(raw) is dict else dict(dict.items(raw))
     try:
         version, role, source, producer = fields["version"], fields["role"], fields["source"], fields["producer"]
@@ -151,14 +153,13 @@ def _parse(raw: object, transport: Transport | None, node_group: str | None, rol
         missing = [name for name in ("version", "role", "source", "producer") if name not in fields]
         return _absent(codes.MISSING_FIELD, f"missing {', '.join(missing)}")
 
-    if isinstance(version, bool) or not isinstance(version, int):
+    if type(version) is not int:
         return _wrong_type("version", "an int", version)
     if version != VERSION:
         return _absent(codes.UNKNOWN_VERSION, f"expected version {VERSION}, found {_shown(version)}")
     for name, value in (("role", role), ("source", source), ("producer", producer)):
-        if not isinstance(value, str):
+        if type(value) is not str:
             return _wrong_type(name, "a str", value)
-    role, source, producer = _text(role), _text(source), _text(producer)
     said = _SOURCES.get(source)
     if said is None:
         return _absent(codes.UNKNOWN_SOURCE, f"expected 'explicit' or 'inferred', found {_shown(source)}")
@@ -170,22 +171,20 @@ def _parse(raw: object, transport: Transport | None, node_group: str | None, rol
 
     group, param_group, params = fields.get("group"), fields.get("param_group"), fields.get("params")
     for name, value in (("group", group), ("param_group", param_group)):
-        if value is not None and not isinstance(value, str):
+        if value is not None and type(value) is not str:
             return _wrong_type(name, "a str", value)
     if params is not None:
-        if not isinstance(params, (list, tuple)):
+        if not issubclass(type(params), (list, tuple)):
             return _wrong_type("params", "a list of str", params)
+        params = tuple(items_of(params))
         for item in params:
-            if not isinstance(item, str):
+            if type(item) is not str:
                 return _wrong_type("params", "a list of str", item)
-        params = tuple(map(_text, params))
-    group = None if group is None else _text(group)
     if group is not None and node_group is not None and group != node_group:
         return _absent(
             codes.GROUP_MISMATCH, f"the payload names group {_shown(group)}, the collective runs on {node_group!r}"
         )
-    unit = None if param_group is None else _text(param_group)
-    identity = Identity(VERSION, role, said, producer, group, unit, params)
+    identity = Identity(VERSION, role, said, producer, group, param_group, params)
     unverified = transport is not None and group is not None and node_group is None
     return Verdict(identity, notes=(codes.GROUP_UNVERIFIED,) if unverified else ())
 

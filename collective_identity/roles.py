@@ -45,8 +45,8 @@ class RoleTable:
     rows: Mapping[str, frozenset[Transport]] = field(default_factory=lambda: MappingProxyType(_FSDP_ROWS))
 
     def knows(self, role: str) -> bool:
-        """Whether the role may exist at all: namespaced, and listed if it is in ``fsdp.``."""
-        return role in self.rows or (not is_fsdp(role) and is_namespaced(role))
+        """Whether the role may exist at all: namespaced, and listed if it is in ``fsdp.``, in whatever case."""
+        return role in self.rows or (not is_fsdp(role.lower()) and is_namespaced(role))
 
     def allows(self, role: str, transport: Transport) -> bool:
         """Whether ``transport`` may carry ``role``."""
@@ -73,7 +73,7 @@ class RoleTable:
             wanted = frozenset(Transport(t) for t in transports)
             if not is_namespaced(role):
                 raise ValueError(f"expected a namespaced role such as 'tp.activation_gather', found {role!r}")
-            if is_fsdp(role):
+            if is_fsdp(role.lower()):
                 raise ValueError(
                     f"the rows of the 'fsdp.' namespace cannot be changed, found {role!r}; "
                     "register the role under a namespace of your own"

@@ -6,17 +6,17 @@ the partitioner and CSE all do), so every write replaces ``custom`` by a fresh d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from torch import fx
 
 from . import codes
-from .canonical import fields
+from .canonical import fields, is_dict
 from .codes import Code
-from .identity import Identity, Verdict, parse
+from .identity import Identity, Verdict, parse, unreadable
 from .roles import DEFAULT_ROLES, RoleTable
 from .transports import Launch, launch_of
 
@@ -27,13 +27,21 @@ BACKWARD_KEY: Final = "distributed.comm_semantics.backward"
 """
 
 _CUSTOM: Final = "custom"
-_DROPPED: Final = "collective_identity.dropped"
+_DROPPED: Final = MappingProxyType({KEY: f"{KEY}.dropped", BACKWARD_KEY: f"{BACKWARD_KEY}.dropped"})  # by payload key
 _MEMBERS: Final = "collective_identity.members"
-_EMPTY: Final[Mapping[str, Any]] = MappingProxyType({})
+_PAYLOADS: Final = (KEY, BACKWARD_KEY)
+_RECORDS: Final = tuple(_DROPPED.values())
 _NO_PAYLOAD: Final = Verdict(None)
 _NOT_A_START: Final = "not a start node: it launches no collective"
 
 AbsenceKind = Literal["never_had", "malformed", "dropped", "not_captured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a payload that cannot be looked up: a key beside it raises when it is compared."""
+
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +104,17 @@ def key_of(node: fx.Node) -> str:
 
 def raw_payloads(node: fx.Node) -> dict[str, object]:
     """Every payload on the node by key, unvalidated, in a fresh dict; empty when there is none."""
-    custom = _custom(node)
-    return {key: custom[key] for key in (KEY, BACKWARD_KEY) if key in custom} if custom else {}
+    return _held(node, _PAYLOADS)
+
+
+def raw_records(node: fx.Node) -> dict[str, object]:
+    """Every payload and every recorded loss on the node by key, unvalidated, in a fresh dict."""
+    return _held(node, _PAYLOADS + _RECORDS)
 
 
 def has_payload(node: fx.Node) -> bool:
     """Whether any payload is on the node, valid or not, under either key."""
-    custom = _custom(node)
-    return KEY in custom or BACKWARD_KEY in custom
+    return bool(_held(node, _PAYLOADS))
 
 
 def payload_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -127,7 +138,10 @@ def verdict_for(
         return _NO_PAYLOAD
     key = key_of(node)
     if key in payloads:
-        return parse(payloads[key], transport=launch.transport, node_group=launch.group, roles=roles)
+        raw = payloads[key]
+        if type(raw) is Unreadable:
+            return Verdict(None, codes.WRONG_TYPE, raw.detail)
+        return parse(raw, transport=launch.transport, node_group=launch.group, roles=roles)
     if key == BACKWARD_KEY and KEY in payloads:
         return Verdict(None, codes.SEQ_NR_COPY, f"{node.name} runs in backward and has no {BACKWARD_KEY!r}")
     return _NO_PAYLOAD
@@ -162,9 +176,27 @@ def absence_from(verdict: Verdict, dropped: Absence | None) -> Absence | None:
 
 
 def dropped_of(node: fx.Node) -> Absence | None:
-    """The loss recorded by `drop`, or None."""
-    record = node.meta.get(_DROPPED)
-    return record if isinstance(record, Absence) else None
+    """The loss recorded by `drop`, or None.
+
+    It lies beside the payload and goes where that would go: through copies, retraces and caches, and not from a
+    forward node to the backward node that AOTAutograd copies metadata to.
+    """
+    if node.meta.get(_CUSTOM) is None:
+        return None
+    record = _held(node, (_DROPPED[key_of(node)],))
+    return _parse_record(next(iter(record.values()))) if record else None
+
+
+def _parse_record(raw: object) -> Absence | None:
+    if type(raw) is not dict:
+        return None
+    try:
+        code, pass_name, detail = (raw.get(name) for name in ("code", "pass", "detail"))
+    except Exception:  # as a payload, it may hold anything
+        return None
+    if type(code) is not str or code not in codes.CODES or type(pass_name) is not str or type(detail) is not str:
+        return None
+    return Absence("dropped", codes.CODES[code], pass_name, detail)
 
 
 def stamp(node: fx.Node, identity: Identity) -> None:
@@ -182,26 +214,21 @@ def stamp(node: fx.Node, identity: Identity) -> None:
             f"expected an Identity for node {node.name!r}, found {type(identity).__name__}; "
             "use clear or drop to remove one"
         )
-    keys = (KEY, BACKWARD_KEY) if runs_in_backward(node) else (KEY,)
-    put(node, {key: identity.to_payload() for key in keys})
-    node.meta.pop(_DROPPED, None)
+    _write(node, _PAYLOADS + _RECORDS, {key: identity.to_payload() for key in _keys_for(node)})
 
 
 def put(node: fx.Node, payloads: Mapping[str, object]) -> None:
-    """Replace the node's payloads by these raw ones (none: remove them); other custom keys stay."""
-    custom = {k: v for k, v in _custom(node).items() if k not in (KEY, BACKWARD_KEY)}
-    custom.update((k, _fresh(v)) for k, v in payloads.items())
-    if custom:
-        node.meta[_CUSTOM] = custom
-    else:
-        node.meta.pop(_CUSTOM, None)
+    """Replace the node's payloads by these raw ones (none: remove them); other custom keys stay.
+
+    Save one that refuses to be hashed or compared, which no fresh dict can hold.
+    """
+    _write(node, _PAYLOADS, {k: _fresh(v) for k, v in payloads.items()})
 
 
 def clear(node: fx.Node) -> None:
     """Remove every payload and recorded loss from the node; it then never had one. Provenance stays."""
-    if has_payload(node):
-        put(node, {})
-    node.meta.pop(_DROPPED, None)
+    if raw_records(node):
+        _write(node, _PAYLOADS + _RECORDS, {})
 
 
 def drop(node: fx.Node, code: Code, pass_name: str, detail: str = "") -> None:
@@ -213,8 +240,8 @@ def drop(node: fx.Node, code: Code, pass_name: str, detail: str = "") -> None:
         pass_name: the pass that answers for it.
         detail: what was lost, in words.
     """
-    clear(node)
-    node.meta[_DROPPED] = Absence("dropped", code, pass_name, detail)
+    record = {"code": code.id, "pass": pass_name, "detail": detail}
+    _write(node, _PAYLOADS + _RECORDS, {_DROPPED[key]: dict(record) for key in _keys_for(node)})
 
 
 def set_members(node: fx.Node, record: BucketRecord) -> None:
@@ -233,11 +260,42 @@ def forget_members(node: fx.Node) -> None:
     node.meta.pop(_MEMBERS, None)
 
 
-def _custom(node: fx.Node) -> Mapping[str, Any]:
+def _keys_for(node: fx.Node) -> tuple[str, ...]:
+    """The keys to write on a node: on a backward one both, since a copy of forward metadata writes the first."""
+    return _PAYLOADS if runs_in_backward(node) else (KEY,)
+
+
+def _held(node: fx.Node, keys: Iterable[str]) -> dict[str, object]:
+    """What ``custom`` holds under these keys, past whatever a subclass of dict does."""
     custom = node.meta.get(_CUSTOM)
-    if type(custom) is dict:
-        return custom
-    return _EMPTY if custom is None else fields(custom) or _EMPTY
+    if custom is None or not is_dict(custom):
+        return {}
+    found: dict[str, object] = {}
+    for key in keys:
+        try:
+            if dict.__contains__(custom, key):
+                found[key] = dict.__getitem__(custom, key)
+        except Exception as error:  # another key, of equal hash, may do anything when it is compared
+            found[key] = Unreadable(unreadable(error))
+    return found
+
+
+def _write(node: fx.Node, remove: tuple[str, ...], add: Mapping[str, object]) -> None:
+    """Give the node a fresh ``custom`` without the first keys and with the others."""
+    custom = node.meta.get(_CUSTOM)
+    held = custom if is_dict(custom) else {}
+    try:
+        kept = {k: v for k, v in dict.items(held) if type(k) is not str or k not in remove}
+        odd = any(key in kept for key in remove)
+    except Exception:
+        odd = True
+    if odd:
+        kept = {k: v for k, v in dict.items(held) if type(k) is str and k not in remove}
+    kept.update(add)
+    if kept:
+        node.meta[_CUSTOM] = kept
+    else:
+        node.meta.pop(_CUSTOM, None)
 
 
 def _fresh(value: object) -> object:

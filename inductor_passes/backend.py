@@ -4,10 +4,10 @@ One :class:`_Compile` per graph that Dynamo hands over. It takes the configurati
 it into every later compile of that graph: a lazy backward may compile in autograd's thread, where the caller's
 ``config.patch`` is not visible.
 
-Order of one compile: joint graph: marks for the partitioner; then for each of forward, backward and inference: the
-user's ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with
-``inner="aot_eager"``), `passes.graph_passes`, then, where torch's own passes over collectives are on, `reconcile` around those; then the final
-table, and before the first run the agreement between ranks.
+Order of one compile: joint graph: equal collectives settled, marks for the partitioner; then for each of forward,
+backward and inference: the user's ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at
+once with ``inner="aot_eager"``), `passes.graph_passes`, then, where torch's own passes over collectives are on,
+`reconcile` around those; then the final table, and before the first run the agreement between ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collective_identity.ledger import GraphKind, GraphLog
 from . import coverage, upstream
 from .contract import PassContext
 from .device_policy import compile_under
+from .equals import settle_equal_collectives
 from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, role_counts, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
@@ -146,6 +147,7 @@ class _Compile:
     # -- the stages ---------------------------------------------------------------------------------------------
 
     def _joint(self, gm: fx.GraphModule) -> None:
+        settle_equal_collectives(gm)
         log = self._session.begin_graph("joint", self._name, NAME)
         reshard = [Reshard()] if self._options.reshard else []
         with self._lite.as_asked():

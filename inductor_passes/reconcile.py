@@ -120,9 +120,9 @@ class _Reconciler:
             if id(node.meta) in metas:  # the whole metadata is shared, not only what is in it
                 node.meta = dict(node.meta)
             metas.add(id(node.meta))
-            if node not in starts and store.has_payload(node):
-                store.put(node, {})
-                self.done.cleared += 1
+            if node not in starts:
+                self.done.cleared += store.has_payload(node)
+                store.clear(node)  # a loss that was spread is not the node's own either
         for node, several in members.items():
             self._took_over(node, several)
         parts = {node for takeover in gone for node in takeover.by}

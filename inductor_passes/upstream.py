@@ -134,6 +134,23 @@ def joint_pass(run: Callable[[fx.GraphModule], None]) -> Iterator[None]:
         yield
 
 
+def removes_common_subexpressions() -> bool:
+    """Whether the partitioner makes equal nodes one (``torch._functorch.config.cse``)."""
+    return bool(getattr(functorch_config, "cse", True))
+
+
+def without_common_subexpressions(graph: fx.Graph) -> fx.Graph:
+    """The copy of a graph that the partitioner goes on with. Marks mutation regions in ``graph``, as it will itself."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    return fx_graph_cse(graph)
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether an argument is a symbolic number, which cannot be hashed."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 class _PostGrad(CustomGraphPass):
     """The user's ``post_grad_custom_pre_pass`` first, then ours, as one pass (2.11 and 2.12 have one slot)."""
 

@@ -19,6 +19,7 @@ from collective_identity import (
     Identity,
     Member,
     absence_of,
+    classify,
     clear,
     codes,
     identity_of,
@@ -148,6 +149,43 @@ def test_kept_by_value(made: Callable[[fx.GraphModule], fx.GraphModule], traced:
     assert [identity_of(node) for node in starts] == [None, None]
     for node, said in originals.items():
         assert node.meta["custom"] == before[node] and identity_of(node) == said, "a copy's change reached the original"
+
+
+@pytest.mark.parametrize("made", KEEPING, ids=lambda f: f.__name__)
+def test_a_recorded_loss_goes_along(made: Callable[[fx.GraphModule], fx.GraphModule], traced: fx.GraphModule) -> None:
+    """Else structure would call a mixed collective FSDP's once it is copied."""
+    for node in start_nodes(traced):
+        store.drop(node, codes.DROPPED_MIXED, "a pass", "met another")
+    lost = store.Absence("dropped", codes.DROPPED_MIXED, "a pass", "met another")
+    copied = made(traced)
+    assert [absence_of(node) for node in all_starts(copied)] == [lost, lost]
+    assert set(classify(copied).values()) == {None}
+    for node in all_starts(copied):
+        stamp(node, UNSHARD)
+    if copied is not traced:
+        assert [absence_of(node) for node in all_starts(traced)] == [lost, lost], "a copy's change reached the original"
+
+
+def test_a_loss_copied_from_forward_to_backward_is_not_the_backwards() -> None:
+    b = Builder()
+    node = b.all_gather(b.placeholder("w")).start
+    store.drop(node, codes.DROPPED_MIXED, "a pass")
+    node.meta["partitioner_tag"] = "is_backward"
+    assert absence_of(node) == store.NEVER_HAD
+    forward = dict(node.meta["custom"])
+    store.drop(node, codes.DROPPED_OPAQUE, "another")
+    node.meta["custom"] = {**node.meta["custom"], **forward}  # what AOTAutograd does
+    assert absence_of(node) == store.Absence("dropped", codes.DROPPED_OPAQUE, "another")
+
+
+@pytest.mark.parametrize("record", [1, {}, {"code": "CI999", "pass": "p", "detail": ""}, {"code": [], "pass": 1}])
+def test_a_record_that_nobody_wrote_is_none(record: object) -> None:
+    b = Builder()
+    node = b.all_gather(b.placeholder("w")).start
+    store.drop(node, codes.DROPPED_MIXED, "a pass")
+    (key,) = node.meta["custom"]
+    node.meta["custom"] = {key: record}
+    assert absence_of(node) == store.NEVER_HAD
 
 
 def retraced(gm: fx.GraphModule) -> fx.GraphModule:
