@@ -163,9 +163,6 @@ def uninstall(model: nn.Module) -> nn.Module:
                     "forward and backward with set_requires_gradient_sync(True) and set_requires_all_reduce(True) first"
                 )
     del model.__dict__[_INSTALLED]
-    for plan in installation.plans:
-        for accumulated in plan.unit.accumulated.values():
-            accumulated.end()
     for module, original in reversed(installation.classes):
         module.__class__ = original
     for hooks, key, original_hook in installation.hooks:
