@@ -4,7 +4,7 @@ One :class:`_Compile` per graph that Dynamo hands over. It takes the configurati
 it into every later compile of that graph: a lazy backward may compile in autograd's thread, where the caller's
 ``config.patch`` is not visible.
 
-Order of one compile: joint graph: marks for the partitioner; then for each of forward, backward and inference: the user's
+Order of one compile: joint graph: recompute marks; then for each of forward, backward and inference: the user's
 ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
 `passes.graph_passes`; then the final table, and before the first run the agreement between ranks.
 """
@@ -30,7 +30,7 @@ from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
 
 from . import coverage, upstream
-from .contract import PassContext
+from .contract import GraphPass, PassContext
 from .lite_mode import LiteState, lite_state
 from .manager import Pipeline, run_user_passes
 from .options import BackendOptions, parse_options
@@ -131,10 +131,12 @@ class _Compile:
     # -- the stages ---------------------------------------------------------------------------------------------
 
     def _joint(self, gm: fx.GraphModule) -> None:
-        log = self._session.begin_graph("joint", self._name, NAME)
-        context = self._context("joint", gm, log)
-        reshard = [Reshard()] if self._options.reshard else []
-        Pipeline([RandomInCheckpoints(), *reshard]).run(gm, context)
+        passes: list[GraphPass] = [RandomInCheckpoints()] if upstream.misplaced_random_ops(gm) else []
+        if self._options.reshard:
+            passes.append(Reshard())
+        if passes:
+            log = self._session.begin_graph("joint", self._name, NAME)
+            Pipeline(passes).run(gm, self._context("joint", gm, log))
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
