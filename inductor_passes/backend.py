@@ -31,7 +31,7 @@ from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
 
 from . import coverage, upstream
-from .contract import PassContext
+from .contract import GraphPass, PassContext
 from .device_policy import compile_under
 from .equals import settle_equal_collectives
 from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
@@ -148,10 +148,13 @@ class _Compile:
 
     def _joint(self, gm: fx.GraphModule) -> None:
         settle_equal_collectives(gm)
-        log = self._session.begin_graph("joint", self._name, NAME)
-        reshard = [Reshard()] if self._options.reshard else []
-        with self._lite.as_asked():
-            Pipeline([RandomInCheckpoints(), *reshard]).run(gm, self._context("joint", gm, log))
+        passes: list[GraphPass] = [RandomInCheckpoints()] if upstream.misplaced_random_ops(gm) else []
+        if self._options.reshard:
+            passes.append(Reshard())
+        if passes:
+            log = self._session.begin_graph("joint", self._name, NAME)
+            with self._lite.as_asked():
+                Pipeline(passes).run(gm, self._context("joint", gm, log))
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
