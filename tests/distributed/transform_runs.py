@@ -175,7 +175,8 @@ class Before:
 
     def copied(self) -> fx.GraphModule:
         """The graph again, sharing no dict with the first."""
-        graph, new = fx.Graph(), {}
+        graph = fx.Graph()
+        new: dict[fx.Node, fx.Node] = {}
         for node in self.gm.graph.nodes:
             new[node] = graph.node_copy(node, lambda n: new[n])
             if "custom" in node.meta:
