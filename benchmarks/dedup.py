@@ -85,7 +85,7 @@ def main() -> int:
         before = None
         for count in (given.large // 100, given.large // 10, given.large):
             row = ours(count, group, per_sum=4)
-            growth = {} if before is None else {"times_the_seconds_for_10_times_the_graph": row["seconds"] / before}
+            growth = {"times_the_seconds_for_10_times_the_graph": row["seconds"] / before} if before else {}
             before = row["seconds"]
             show({"what": "sums of 4", **row, **growth}, as_json=given.json)
         theirs = torchs(given.chain, group, per_sum=given.chain)

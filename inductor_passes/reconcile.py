@@ -23,6 +23,7 @@ from collective_identity.codes import Code
 from collective_identity.lineage import Step, Takeover, Watch
 from collective_identity.merge import Outcome, merge_outcome, replacement_outcome, split_outcome
 from collective_identity.roles import DEFAULT_ROLES
+from collective_identity.subgraphs import wrapped_body
 from collective_identity.transports import Launch, launch_of, launches
 
 FOLDER = "torch/_inductor/fx_passes"
@@ -152,6 +153,11 @@ class _Reconciler:
         seen: set[int] = set()
         found = launches(self._gm)
         for node in self._gm.graph.nodes:
+            body = wrapped_body(node)
+            for inner in body.graph.nodes if body is not None else ():
+                if store.has_payload(inner):  # the node that runs the body is the collective
+                    store.put(inner, {})
+                    self.done.cleared += 1
             if not store.has_payload(node):
                 continue
             if node not in found:

@@ -45,8 +45,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, ours = self.query(x), self.key_value(x)
-        with role_scope(CONTEXT, producer="test", group=dist.group.WORLD.group_name):
-            every = funcol.wait_tensor(funcol.all_gather_tensor_autograd(ours, 1, dist.group.WORLD))
+        with role_scope(CONTEXT, producer="test", group=dist.group.WORLD.group_name):  # type: ignore[union-attr]
+            every = funcol.wait_tensor(funcol.all_gather_tensor_autograd(ours, 1, dist.group.WORLD))  # type: ignore[arg-type]
         key, value = every.chunk(2, -1)
         return F.scaled_dot_product_attention(query, key, value)
 
@@ -69,8 +69,9 @@ class Watched(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
-        with role_scope(METRIC, producer="user", group=dist.group.WORLD.group_name):
-            means = funcol.wait_tensor(funcol.all_gather_tensor_autograd(out.mean((0, 1))[None], 0, dist.group.WORLD))
+        with role_scope(METRIC, producer="user", group=dist.group.WORLD.group_name):  # type: ignore[union-attr]
+            gathered = funcol.all_gather_tensor_autograd(out.mean((0, 1))[None], 0, dist.group.WORLD)  # type: ignore[arg-type]
+            means = funcol.wait_tensor(gathered)
         return out + means.mean(0)
 
 
@@ -98,7 +99,7 @@ class Model(nn.Module):
 
 
 def exchange(tokens: torch.Tensor) -> torch.Tensor:
-    return funcol.wait_tensor(funcol.all_to_all_single_autograd(tokens, None, None, dist.group.WORLD))
+    return funcol.wait_tensor(funcol.all_to_all_single_autograd(tokens, None, None, dist.group.WORLD))  # type: ignore[arg-type]
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:

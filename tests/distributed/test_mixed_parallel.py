@@ -69,7 +69,7 @@ def compare(rank: int, ranks: int, stamped: bool) -> dict[str, Any]:
         look = Look(clear=not stamped)
         with ci.enable():
             model = fsdp_hooks.install(prepared(case))
-            options = {
+            options: dict[str, Any] = {
                 "inner": "aot_eager", "order": "fqn", "fqns": [n for n, _ in model.named_parameters()],
                 "pre_passes": [look],
             }

@@ -7,6 +7,7 @@ names its seed.
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import time
 from collections import Counter
@@ -155,31 +156,54 @@ def fused_on_cpu() -> torch.library.Library:
     return library
 
 
-def check_one(
-    rank: int, ranks: int, group: str, seed: int, name: str, run: Callable[[fx.GraphModule], Any]
-) -> int:
+class Before:
+    """What one graph computes before any pass, for small integers and for any numbers; each asked for once."""
+
+    def __init__(self, rank: int, ranks: int, group: str, seed: int) -> None:
+        self.gm, self.ranks = Graph(seed, group, ranks).build(), ranks
+        self.roles, self.count = roles(self.gm), len(start_nodes(self.gm))
+        self._seed = 1000 * seed + rank
+        self._known: dict[bool, tuple[list[torch.Tensor], Any, Any]] = {}
+
+    def values(self, integers: bool) -> tuple[list[torch.Tensor], Any, Any]:
+        """Inputs, outputs, and the outputs for the inputs' magnitudes."""
+        if integers not in self._known:
+            tensors = inputs_for(self.gm, self._seed, integers)
+            magnitudes = None if integers else self.gm(*map(magnitude, tensors))
+            self._known[integers] = tensors, self.gm(*tensors), magnitudes
+        return self._known[integers]
+
+    def copied(self) -> fx.GraphModule:
+        """The graph again, sharing no dict with the first."""
+        graph = fx.Graph()
+        new: dict[fx.Node, fx.Node] = {}
+        for node in self.gm.graph.nodes:
+            new[node] = graph.node_copy(node, lambda n: new[n])
+            if "custom" in node.meta:
+                new[node].meta["custom"] = copy.deepcopy(node.meta["custom"])
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def check_one(before: Before, integers: bool, name: str, run: Callable[[fx.GraphModule], Any]) -> int:
     """One graph before and after one pass; returns how many collectives the pass took away."""
-    gm = Graph(seed, group, ranks).build()
-    reassociates = name in REASSOCIATES
-    integers = name == "all" or (ranks > 2 and not reassociates) or seed % 2 == 0
-    tensors = inputs_for(gm, 1000 * seed + rank, integers)
-    expected = gm(*tensors)
-    positive = gm(*map(magnitude, tensors)) if not integers and reassociates else None
-    addends = max(8 * ranks * ranks, 24 * ranks)  # what `sums` and `products` add up at most
-    before, count = roles(gm), len(start_nodes(gm))
+    gm = before.copied()
+    tensors, expected, magnitudes = before.values(integers)
+    addends = max(8 * before.ranks * before.ranks, 24 * before.ranks)  # what `sums` and `products` add up at most
     run(gm)
     gm.graph.lint()
     if name != "all":
-        assert roles(gm) == before, f"a role is neither there nor on record: {before}, {roles(gm)}"
+        assert roles(gm) == before.roles, f"a role is neither there nor on record: {before.roles}, {roles(gm)}"
     found = gm(*tensors)
     for i, (x, y) in enumerate(zip(expected, found, strict=True)):
         assert x.dtype == y.dtype and x.shape == y.shape, f"output {i} is {y.dtype} {y.shape}, not {x.dtype} {x.shape}"
         if torch.equal(x, y):
             continue
-        assert positive is not None and x.dtype.is_floating_point, f"output {i}: {(x - y).abs().max()}"
-        limit = addends * torch.finfo(x.dtype).eps * positive[i].abs()
+        assert name in REASSOCIATES and magnitudes is not None and x.dtype.is_floating_point, (
+            f"output {i}: {(x - y).abs().max()} apart"
+        )
+        limit = addends * torch.finfo(x.dtype).eps * magnitudes[i].abs()
         assert bool(((x - y).abs() <= limit).all()), f"output {i}: {(x - y).abs().max()} apart"
-    return count - len(start_nodes(gm))
+    return before.count - len(start_nodes(gm))
 
 
 def check(rank: int, ranks: int, seeds: list[int]) -> dict[str, int]:
@@ -188,9 +212,11 @@ def check(rank: int, ranks: int, seeds: list[int]) -> dict[str, int]:
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     saved: Counter[str] = Counter()
     for seed in seeds:
+        before = Before(rank, ranks, group, seed)
         for name, run in PASSES.items():
+            integers = name == "all" or (ranks > 2 and name not in REASSOCIATES) or seed % 2 == 0
             try:
-                saved[name] += check_one(rank, ranks, group, seed, name, run)
+                saved[name] += check_one(before, integers, name, run)
             except Exception as error:
                 raise AssertionError(f"seed {seed}, pass {name!r}, {ranks} ranks: {error}") from error
     del library

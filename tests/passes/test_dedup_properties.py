@@ -60,7 +60,7 @@ class RandomSums:
         role = rng.choices([REDUCE, TP, None], [6, 1, 1])[0]
         if x.meta["val"].dtype is torch.int32 and op == "avg":
             op = "sum"
-        fields = {} if role is None else {"role": role, "params": (f"p{len(self.pool)}",)}
+        fields: dict[str, Any] = {} if role is None else {"role": role, "params": (f"p{len(self.pool)}",)}
         self.pool.append(b.reduce_scatter(x, group=group, size=SIZES[group], op=op, **fields).wait)
 
     def add(self) -> None:
