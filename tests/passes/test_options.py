@@ -79,8 +79,8 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(OptionError) as raised:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
-        "backend 'collective_identity' expects options among bucketing, cap_mb, dedup, fqns, fusion, inner, kinds, "
-        "mixed_dtypes, order, overlap, pre_passes, reshard, or Inductor's own (torch._inductor.list_options()), found "
+        "backend 'collective_identity' expects options among bucketing, cap_mb, dedup, dump, fqns, fusion, inner, "
+        "kinds, mixed_dtypes, order, overlap, pre_passes, reshard, or Inductor's own (torch._inductor.list_options()), found "
         f"{name!r}: remove or correct them"
     )
 
@@ -171,6 +171,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {"dedup": "drop"},
     {"dedup": "refuse"},
     {"fusion": True},
+    {"dump": True},
     {"reshard": False},
     {"pre_passes": [Stable("a")]},
     {"pre_passes": [Stable("b")]},
