@@ -80,8 +80,8 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
         "backend 'collective_identity' expects options among bucketing, cap_mb, dedup, dump, fqns, fusion, inner, "
-        "kinds, mixed_dtypes, order, overlap, pre_passes, reshard, or Inductor's own (torch._inductor.list_options()), found "
-        f"{name!r}: remove or correct them"
+        "kinds, mixed_dtypes, order, overlap, pre_passes, reshard, or Inductor's own (torch._inductor.list_options()), "
+        f"found {name!r}: remove or correct them"
     )
 
 
