@@ -41,7 +41,7 @@ from .passes import graph_passes
 from .random_in_checkpoints import RandomInCheckpoints
 from .reconcile import reconciled
 from .reshard import Reshard
-from .upstream_passes import rewrites_collectives
+from .upstream_passes import REGIONS, hooks_survive, rewrites_collectives
 
 logger = logging.getLogger("collective_identity.inductor_passes")
 
@@ -292,7 +292,10 @@ class _Graph:
         self.after = ci.collective_table(gm)
         self.transformed = True
         if self._upstreams is not None and not self._context.read_only and rewrites_collectives():
-            self._upstreams.enter_context(self._reconciled(gm))
+            if hooks_survive():
+                self._upstreams.enter_context(self._reconciled(gm))
+            else:
+                logger.warning("%s graph: torch's scheduler is not watched, set %s=False", self.kind, REGIONS)
 
     @contextmanager
     def upstreams(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch._inductor.config as inductor_config
 from torch import fx
 
+from collective_identity import compat
+
 _FOLDER: Final = "torch._inductor.fx_passes"
 
 GraphModulePass = Callable[[fx.GraphModule], None]
@@ -78,6 +80,23 @@ def rewrites_collectives() -> bool:
         for name, _ in _SWITCHES
         if inductor_option_exists(name) and not any(part in name for part in names)
     )
+
+
+REGIONS: Final = "aten_distributed_optimizations.enable_fusion_regions"
+
+
+def hooks_survive() -> bool:
+    """Whether torch's passes can run on a graph with FX hooks on it.
+
+    The scheduler of 2.11 and 2.12 collapses fusion regions and puts them back by replacing a node by a tuple, which
+    ``torch/fx/node.py`` cannot tell a replace hook (``replace_with.name``): it raises.
+    """
+    from .upstream import inductor_flag, inductor_option_exists
+
+    scheduler = "aten_distributed_optimizations.enable_overlap_scheduling"
+    if compat.torch_version() >= (2, 13) or not inductor_option_exists(REGIONS) or not inductor_flag(scheduler):
+        return True
+    return inductor_flag(REGIONS) is False
 
 
 def upstream_passes() -> Mapping[str, GraphModulePass]:

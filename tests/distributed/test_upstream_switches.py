@@ -29,6 +29,7 @@ OVERLAP: Mapping[str, Any] = {
     "aten_distributed_optimizations.collective_bucketing": True,
     "aten_distributed_optimizations.insert_overlap_deps": True,
     "aten_distributed_optimizations.compute_estimator": "analytical",
+    "aten_distributed_optimizations.enable_fusion_regions": False,  # 2.11 and 2.12 cannot be watched with them
 }
 
 

@@ -9,12 +9,13 @@ import torch._inductor.config as inductor_config
 from torch import fx
 
 import collective_identity as ci
-from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD
+from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, compat
 from inductor_passes import backend
 from inductor_passes.contract import PassContext
 from inductor_passes.lite_mode import LiteState
 from inductor_passes.options import BackendOptions
-from inductor_passes.upstream_passes import all_switches, rewrites_collectives, upstream_passes
+from inductor_passes.upstream import inductor_option_exists
+from inductor_passes.upstream_passes import REGIONS, all_switches, rewrites_collectives, upstream_passes
 from tests.graphs import Builder
 from tests.passes.upstream_graphs import SIZE, as_on_gpus, world
 
@@ -65,12 +66,22 @@ def test_no_switch_no_hook() -> None:
 def test_each_switch(name: str) -> None:
     seen: list[int] = []
     gm = graph()
-    with inductor_config.patch({name: all_switches()[name]}):  # type: ignore[attr-defined]
+    regions = {REGIONS: False} if inductor_option_exists(REGIONS) else {}
+    with inductor_config.patch({name: all_switches()[name], **regions}):  # type: ignore[attr-defined]
         assert rewrites_collectives()
         compiled(gm, lambda gm: seen.append(hooks(gm)))
         compiled(graph(), lambda gm: seen.append(hooks(gm)), observe=True)
     assert seen == [4, 0], "an observe session writes nothing"
     assert hooks(gm) == 0
+
+
+def test_a_scheduler_that_hooks_would_break_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+    switch = "aten_distributed_optimizations.enable_overlap_scheduling"
+    with inductor_config.patch({switch: True}):  # type: ignore[attr-defined]
+        compiled(graph(), lambda gm: seen.append(hooks(gm)))
+    old = compat.torch_version() < (2, 13)
+    assert seen == [0 if old else 4] and ("is not watched" in caplog.text) == old
 
 
 def test_the_report_is_of_the_graph_after_torchs_passes() -> None:

@@ -326,7 +326,7 @@ def test_roles_by_default(given: list[str | None], role: str | None, lost: str |
         assert absence.code is not None and absence.code.slug == lost and classify(gm)[start] is None
     elif role is None:
         assert absence is store.NEVER_HAD
-    assert [n for n in gm.graph.nodes if n.meta.get("custom")] == ([start] if role else [])
+    assert [n for n in gm.graph.nodes if n.meta.get("custom")] == ([start] if role or lost else [])
     assert all(start.meta.get("custom") is not d for d in dicts if d)
     record = members_of(start)
     assert record is not None and [m.name for m in record.members] == [c.start.name for c in made]

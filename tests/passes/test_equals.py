@@ -133,6 +133,7 @@ def test_in_a_compile(session: ci.Handle, roles: tuple[str, str], group: str) ->
 
     compiled = torch.compile(f, backend="collective_identity", fullgraph=True, options={"inner": "aot_eager"})
     compiled(torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)).backward()
-    (graph,) = [one for one in session.report().to_dict()["graphs"] if one["phase"] == "forward"]
-    (row,) = graph["collectives"] if "collectives" in graph else graph["after"]
-    assert (row["role"], row["absence"], row["code"]) == (None, "dropped", "CI030")
+    (graph,) = [one for one in session.report().ranks[0].graphs if one.phase == "forward"]
+    assert graph.after is not None
+    (row,) = graph.after
+    assert (row.role, row.absence, row.code) == (None, "dropped", "CI030")
