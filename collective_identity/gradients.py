@@ -130,7 +130,7 @@ class _Flow:
 
     def _is_list_update(self, number: int) -> bool:
         """An operator over a list of gradients and states, some computed here: nothing but optimizers uses these."""
-        return self.update[number] and self._kind(number)[2].startswith(_OPTIMIZERS)
+        return bool(self.update[number]) and self._kind(number)[2].startswith(_OPTIMIZERS)
 
     def _curves(self, number: int) -> bool:
         inputs = [above for above in self._view.inputs[number] if not self.scalar[above]]

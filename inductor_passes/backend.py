@@ -4,9 +4,10 @@ One :class:`_Compile` per graph that Dynamo hands over. It takes the configurati
 it into every later compile of that graph: a lazy backward may compile in autograd's thread, where the caller's
 ``config.patch`` is not visible.
 
-Order of one compile: joint graph: equal collectives settled, reshard marks; then for each of forward, backward and inference: the user's
-``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with ``inner="aot_eager"``),
-`passes.graph_passes`; then the final table, and before the first run the agreement between ranks.
+Order of one compile: joint graph: equal collectives settled, reshard marks; then for each of forward, backward and
+inference: the user's ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at once with
+``inner="aot_eager"``), `passes.graph_passes`; then the final table, and before the first run the agreement between
+ranks.
 """
 
 from __future__ import annotations

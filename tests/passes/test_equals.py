@@ -1,4 +1,4 @@
-"""Two gathers of one shard under two roles are one gather in the compiled graph, and it carries neither's word alone."""
+"""Two gathers of one shard under two roles become one in the compiled graph: it carries neither's word alone."""
 
 from __future__ import annotations
 
