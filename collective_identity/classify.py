@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
@@ -133,12 +133,12 @@ def _classified(gm: fx.GraphModule, rules: Rules, roles: RoleTable) -> Classific
             launch.group
             for starts in graphs
             for node, launch in starts.items()
-            if launch.group is not None and _is_explicit_fsdp(identities[node])
+            if launch.group is not None and _is_fsdp(identities[node])
         }
-        for starts in graphs:
-            if not open_nodes.isdisjoint(starts):
-                guesses = _guess(starts, rules, groups, open_nodes)
-                _resolve(starts, guesses, open_nodes, identities, absences, mismatches)
+        asked = [starts for starts in graphs if not open_nodes.isdisjoint(starts)]
+        guesses = _guess(asked, rules, groups, open_nodes)
+        for starts in asked:
+            _resolve(starts, guesses, open_nodes, identities, absences, mismatches)
     return Classification(
         identities=MappingProxyType(identities),
         mismatches=tuple(mismatches),
@@ -159,20 +159,21 @@ def _settled(node: fx.Node, verdict: Verdict) -> Identity | None:
     return identity if store.members_of(node) is not None else None
 
 
-def _is_explicit_fsdp(identity: Identity | None) -> bool:
-    return identity is not None and identity.explicit and is_fsdp(identity.role)
+def _is_fsdp(identity: Identity | None) -> bool:
+    return identity is not None and is_fsdp(identity.role)
 
 
 def _guess(
-    starts: Mapping[fx.Node, Launch],
+    graphs: Sequence[Mapping[fx.Node, Launch]],
     rules: Rules,
     groups: set[str],
     open_nodes: set[fx.Node],
 ) -> dict[fx.Node, str | None]:
     from . import structure, view  # networkx is imported only where structure is asked
 
-    settled = {node for node in starts if node not in open_nodes}
-    return structure.structural_roles(view.build_view(starts, rules), rules, fsdp_groups=groups, settled=settled)
+    settled = {node for starts in graphs for node in starts if node not in open_nodes}
+    views = [view.build_view(starts, rules) for starts in graphs]
+    return structure.structural_roles(views, rules, fsdp_groups=groups, settled=settled)
 
 
 def _resolve(

@@ -27,6 +27,13 @@ _VIEWS: Final = frozenset(
 _TO_ONE_ELEMENT: Final = frozenset("sum mean amax max norm linalg_vector_norm any all prod _local_scalar_dense".split())
 _CREATORS: Final = frozenset("full full_like zeros zeros_like ones ones_like empty empty_like scalar_tensor".split())
 _CAST: Final = "convert_element_type"
+# Pointwise operators that optimizers use. A gradient that meets another (gelu, sigmoid, exp) is an activation.
+_LINEAR: Final = frozenset("add sub rsub neg lerp addcmul addcdiv where fill nan_to_num".split())
+_SCALING: Final = frozenset("mul div".split())  # linear in the gradient if the other operand is one element
+_CURVED: Final = frozenset(
+    "sqrt rsqrt reciprocal pow square abs sign sgn clamp clamp_min clamp_max maximum minimum copysign isinf isnan "
+    "isfinite eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not".split()
+)
 _OPTIMIZERS: Final = ("_foreach_", "_amp_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
@@ -35,16 +42,23 @@ def gradient_scatters(view: View, asked: Mapping[fx.Node, Launch]) -> set[fx.Nod
     if not asked:
         return set()
     flow = _Flow(view)
-    spoiled = bytearray(len(view.nodes))
+    spoiled, reaches = bytearray(len(view.nodes)), bytearray(len(view.nodes))
     for i in reversed(view.cone):
         met = [above for above in view.inputs[i] if flow.gradient[above]]
-        if met and not flow.leaves[i] and (spoiled[i] or not flow.meets_state(i)):
+        if not met:
+            continue
+        if flow.leaves[i] or not flow.scalar[i]:
             for above in met:
+                reaches[above] |= flow.leaves[i] or reaches[i]
+        wrong = not flow.leaves[i] and (spoiled[i] or not flow.meets_state(i))
+        for above in met:
+            # A coefficient made from gradients, a norm's, may scale anything.
+            if not flow.scalar[above] and (wrong or (flow.leaves[i] and flow.curved[above])):
                 spoiled[above] = True
 
     def is_gradient(wait: fx.Node) -> bool:
         number = view.number[wait]
-        return bool(wait.users) and bool(flow.gradient[number]) and not spoiled[number]
+        return bool(wait.users) and bool(flow.gradient[number] and reaches[number]) and not spoiled[number]
 
     return {start for start in asked if view.waits[start] and all(map(is_gradient, view.waits[start]))}
 
@@ -57,14 +71,17 @@ class _Flow:
         update: gradients may pass: pointwise, views, reductions to one element, optimizers, all-reduces.
         gradient: holds reduced gradients, alone or with state.
         activation: holds any activation.
+        scalar: one element, or no tensor.
+        curved: a gradient that is no longer linear in what was reduced, and has not been added to state since.
     """
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self._kinds: dict[int, tuple[str, bool]] = {}  # by id of the target
+        self._kinds: dict[int, tuple[str, bool, str]] = {}  # by id of the target
         size = len(view.nodes)
         self.leaves, self.update = bytearray(size), bytearray(size)
         self.gradient, self.activation = bytearray(size), bytearray(size)
+        self.scalar, self.curved = bytearray(size), bytearray(size)
         for i in view.cone:
             self._look_at(i)
         self._sort_out()
@@ -100,19 +117,39 @@ class _Flow:
                 for above in inputs[i]:
                     computed_with[above] = True
         for i in self._view.cone:
+            self.scalar[i] = is_scalar(nodes[i])
             if self.gradient[i]:
                 continue
             if ops[i] in SOURCES:
                 self.activation[i] = computed_with[i] and not is_scalar(nodes[i])
-            elif not self.update[i] or _any(self.activation, inputs[i]):
-                self.activation[i] = not is_scalar(nodes[i])
+            elif not self.update[i] or (_any(self.activation, inputs[i]) and not self._is_list_update(i)):
+                self.activation[i] = not self.scalar[i]
             elif _any(self.gradient, inputs[i]):
                 self.gradient[i] = True
+                self.curved[i] = self._curves(i)
+
+    def _is_list_update(self, number: int) -> bool:
+        """An operator over a list of gradients and states, some computed here: nothing but optimizers uses these."""
+        return bool(self.update[number]) and self._kind(number)[2].startswith(_OPTIMIZERS)
+
+    def _curves(self, number: int) -> bool:
+        inputs = [above for above in self._view.inputs[number] if not self.scalar[above]]
+        if self.scalar[number]:
+            return False
+        name = self._kind(number)[2].removesuffix("_")
+        if name in _CURVED or (name in _SCALING and len(inputs) > 1):
+            return True
+        if name in _SCALING and _is_product_with_itself(self._view.nodes[number]):
+            return True
+        added = name in _LINEAR and not all(self.gradient[above] for above in inputs)
+        return not added and _any(self.curved, inputs) and not self._is_list_update(number)
 
     def meets_state(self, number: int) -> bool:
         """Whether a node below a gradient is an update whose operands are state of the gradient's own shape."""
         if not self.update[number]:
             return False
+        if self._is_list_update(number):
+            return True
         nodes, node = self._view.nodes, self._view.nodes[number]
         shape = _shape(node) if self._kind(number)[1] else None
         for operand in self._view.inputs[number]:
@@ -122,8 +159,8 @@ class _Flow:
                 return False
         return True
 
-    def _kind(self, number: int) -> tuple[str, bool]:
-        """What an operator does to a gradient, and whether it is pointwise."""
+    def _kind(self, number: int) -> tuple[str, bool, str]:
+        """What an operator does to a gradient, whether it is pointwise, and its name."""
         target = self._view.targets[number]
         found = self._kinds.get(id(target))
         if found is None:
@@ -138,17 +175,23 @@ def _any(flags: bytearray, numbers: Iterable[int]) -> bool:
     return False
 
 
-def _kind_of(target: object) -> tuple[str, bool]:
+def _is_product_with_itself(node: fx.Node) -> bool:
+    return len(node.args) > 1 and isinstance(node.args[1], fx.Node) and node.args[0] is node.args[1]
+
+
+def _kind_of(target: object) -> tuple[str, bool, str]:
     if target is operator.getitem:
-        return "passes", False
+        return "passes", False, ""
     name = (compat.op_name(target) or "").partition("::")[2]
     overload = compat.op_overload_of(target)
     pointwise = overload is not None and torch.Tag.pointwise in overload.tags
     if name in _TO_ONE_ELEMENT:
-        return "to_one_element", pointwise
+        return "to_one_element", pointwise, name
+    if pointwise and name.removesuffix("_") not in _LINEAR | _SCALING | _CURVED | _VIEWS | _CREATORS:
+        return "asks", False, name
     if pointwise or name in _VIEWS or name in _CREATORS or name.startswith(_OPTIMIZERS) or name == _CAST:
-        return "passes", pointwise
-    return "asks", False  # a wait, or the wrapped body of one, else nothing passes
+        return "passes", pointwise, name
+    return "asks", False, name  # a wait, or the wrapped body of one, else nothing passes
 
 
 def _same(one: tuple[Any, ...] | None, other: tuple[Any, ...]) -> bool:

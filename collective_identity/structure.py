@@ -11,7 +11,7 @@ PyTorch ``torch/_inductor/fx_passes/fsdp.py``: 2.11 (``is_fsdp_all_gather_wait``
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
 from torch import fx
@@ -29,27 +29,36 @@ _UPSTREAM_FORMS: Final = {
     Transport.REDUCE_SCATTER: ("default",),
     Transport.ALL_REDUCE: ("default",),
 }
+_SUMS: Final = ("sum", "avg", None)  # how gradients are reduced; None where the operator does not say
 _CAST: Final = "prims::convert_element_type"
 
 
 def structural_roles(
-    view: View, rules: Rules, *, fsdp_groups: Iterable[str] = (), settled: Container[fx.Node] = ()
+    views: Sequence[View], rules: Rules, *, fsdp_groups: Iterable[str] = (), settled: Container[fx.Node] = ()
 ) -> dict[fx.Node, str | None]:
-    """The ``fsdp.`` role that structure gives each collective of the view, None for none.
+    """The ``fsdp.`` role that structure gives each collective of the views, None for none.
 
     Args:
-        view: from `view.build_view` with the same rules.
+        views: of a graph and its sub-graphs, from `view.build_view` with the same rules.
         rules: the rule set.
         fsdp_groups: groups already known to carry FSDP collectives, because an explicit role says so.
         settled: collectives whose role is known; structure's word on them marks no group.
     """
-    found = _gathers(view, rules) | _scatters(view, rules)
-    roles: dict[fx.Node, str | None] = dict.fromkeys(view.starts)
-    for node in found:
-        gathers = view.starts[node].transport is Transport.ALL_GATHER
-        roles[node] = PARAM_UNSHARD if gathers else GRAD_REDUCE_SHARD
-    groups = {*fsdp_groups, *_inferred_groups(view, rules, (node for node in found if node not in settled))}
-    return roles | dict(_reduces(view, rules, groups))
+    roles: dict[fx.Node, str | None] = {}
+    groups = set(fsdp_groups)
+    marked: list[set[str]] = []
+    for view in views:
+        found = _gathers(view, rules) | _scatters(view, rules)
+        roles |= dict.fromkeys(view.starts)
+        for node in found:
+            gathers = view.starts[node].transport is Transport.ALL_GATHER
+            roles[node] = PARAM_UNSHARD if gathers else GRAD_REDUCE_SHARD
+        marked.append(set(_inferred_groups(view, rules, (node for node in found if node not in settled))))
+    for view, own in zip(views, marked, strict=True):
+        # Torch looks at one graph alone; a group is FSDP's wherever it is seen.
+        known = own if rules == "compatible" else set().union(*marked)
+        roles.update(_reduces(view, rules, groups | known))
+    return roles
 
 
 def _inferred_groups(view: View, rules: Rules, found: Iterable[fx.Node]) -> Iterator[str]:
@@ -65,7 +74,8 @@ def _reduces(view: View, rules: Rules, groups: set[str]) -> Iterator[tuple[fx.No
     knows_groups = rules == "extended" or compat.torch_version() >= (2, 13)
     for node, launch in view.starts.items():
         if launch.transport is Transport.ALL_REDUCE:
-            fsdp = knows_groups and launch.group in groups and (rules == "extended" or _upstream_form(launch))
+            meant = _upstream_form(launch) if rules == "compatible" else launch.reduce_op in _SUMS
+            fsdp = knows_groups and launch.group in groups and meant
             yield node, GRAD_REPLICATE_REDUCE if fsdp else None
 
 
