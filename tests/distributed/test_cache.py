@@ -195,6 +195,7 @@ def copied(folder: Path, version: str | None) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_warm_start_command_prints_both(tmp_path: Path) -> None:
     """The example in one process after the other: the second compiles at least four times as fast."""
     command = [sys.executable, str(REPOSITORY / "examples" / "warm_start.py"), "--layers", "1"]

@@ -46,5 +46,5 @@ def test_not_captured_is_not_unlabelled() -> None:
         eager, half = found["not installed"], found["one of two blocks"]
         assert eager["graphs"] > 0 and eager["changed"] == []
         assert not any(eager["counts"].values()), "FSDP2's own collectives are in no graph, and nobody expects them"
-        assert half["counts"]["unlabelled"] == half["counts"]["malformed"] == half["counts"]["dropped"] == 0
+        assert half["counts"]["inferred"] == half["counts"]["malformed"] == half["counts"]["dropped"] == 0
         assert half["counts"]["explicit"] > 0 and half["counts"]["not_captured"] > 0

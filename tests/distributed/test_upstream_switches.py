@@ -16,7 +16,7 @@ from tests.distributed.capture_cases import Case, Model
 from tests.distributed.launch import launch
 from tests.passes.upstream_graphs import as_on_gpus
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 BUCKETS: Mapping[str, Any] = {
     "bucket_all_gathers_fx": "all",
