@@ -93,6 +93,7 @@ def runs() -> dict[bool, list[dict[str, Any]]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(CASES))
 def test_stamped(runs: dict[bool, list[dict[str, Any]]], name: str) -> None:
     """Bit for bit what eager FSDP2 computes: `order="fqn"` lays buckets out as it does."""
@@ -112,6 +113,7 @@ def test_stamped(runs: dict[bool, list[dict[str, Any]]], name: str) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(CASES))
 def test_unstamped(runs: dict[bool, list[dict[str, Any]]], name: str) -> None:
     """Structure may take another's gather for FSDP's; nothing is merged on a guess, and values stay."""
