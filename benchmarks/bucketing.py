@@ -19,7 +19,7 @@ from collective_identity.compat import collector_paused
 from inductor_passes.bucketing import apply_plan, plan_buckets
 
 from . import synthetic
-from .measure import best_of, one_process, parser, peak_mb, show
+from .measure import best_of, growing, on_fresh_graphs, one_process, parser, peak_mb, show
 
 
 def gathers(count: int, group: str, *, per_unit: int | None = None) -> fx.GraphModule:
@@ -42,18 +42,9 @@ def bucket(gm: fx.GraphModule) -> None:
 
 def ours(count: int, group: str, *, per_unit: int | None = None, times: int = 1) -> dict[str, Any]:
     """Bucket a fresh graph each time; the least seconds, and the growth of the peak in the first run."""
-    seconds, left, extra = None, 0, 0.0
-    for _ in range(times):
-        gm = gathers(count, group, per_unit=per_unit)
-        gc.collect()
-        before = peak_mb()
-        spent, _ = best_of(1, lambda gm=gm: bucket(gm))  # type: ignore[misc]
-        if seconds is None:
-            extra, left = peak_mb() - before, len(start_nodes(gm))
-        seconds = spent if seconds is None else min(seconds, spent)
-    assert seconds is not None and left == (-(-count // per_unit) if per_unit else 1)
-    return {"collectives": count, "buckets": left, "seconds": seconds, "extra_mb": extra,
-            "us_per_collective": seconds / count * 1e6}
+    left = -(-count // per_unit) if per_unit else 1
+    figures = on_fresh_graphs(lambda: gathers(count, group, per_unit=per_unit), bucket, times=times, left=left)
+    return {"collectives": count, "buckets": left, **figures, "us_per_collective": figures["seconds"] / count * 1e6}
 
 
 def torchs(count: int, group: str) -> dict[str, Any]:
@@ -80,12 +71,8 @@ def main() -> int:
         ours(50, group)  # fill torch's caches
         mine = ours(given.gathers, group, times=3)
         show({"what": "one bucket", **mine}, as_json=given.json)
-        before = None
-        for count in (given.large // 100, given.large // 10, given.large):
-            row = ours(count, group, per_unit=50)
-            growth = {} if before is None else {"times_the_seconds_for_10_times_the_graph": row["seconds"] / before}
-            before = row["seconds"]
-            show({"what": "units of 50", **row, **growth}, as_json=given.json)
+        for row in growing(given.large, lambda count: ours(count, group, per_unit=50)):
+            show({"what": "units of 50", **row}, as_json=given.json)
         theirs = torchs(given.gathers, group)
         last = {"what": "one bucket, torch beside ours", **mine, **theirs}
         show({**last, "ratio": theirs["torch_s"] / mine["seconds"]}, as_json=given.json)

@@ -7,7 +7,6 @@ trace it again: a minute for a chain of 1000 additions.
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from collective_identity.compat import collector_paused
 from inductor_passes.dedup import apply_dedup, plan_dedup
 
 from . import synthetic
-from .measure import best_of, one_process, parser, peak_mb, show
+from .measure import best_of, growing, on_fresh_graphs, one_process, parser, show
 
 
 def sums(count: int, group: str, *, per_sum: int) -> fx.GraphModule:
@@ -45,18 +44,9 @@ def dedup(gm: fx.GraphModule) -> None:
 
 def ours(count: int, group: str, *, per_sum: int, times: int = 1) -> dict[str, Any]:
     """Dedup a fresh graph each time; the least seconds, and the growth of the peak in the first run."""
-    seconds, left, extra = None, 0, 0.0
-    for _ in range(times):
-        gm = sums(count, group, per_sum=per_sum)
-        gc.collect()
-        before = peak_mb()
-        spent, _ = best_of(1, lambda gm=gm: dedup(gm))  # type: ignore[misc]
-        if seconds is None:
-            extra, left = peak_mb() - before, len(start_nodes(gm))
-        seconds = spent if seconds is None else min(seconds, spent)
-    assert seconds is not None and left == -(-count // per_sum)
-    return {"collectives": count, "left": left, "seconds": seconds, "extra_mb": extra,
-            "us_per_collective": seconds / count * 1e6}
+    left = -(-count // per_sum)
+    figures = on_fresh_graphs(lambda: sums(count, group, per_sum=per_sum), dedup, times=times, left=left)
+    return {"collectives": count, "left": left, **figures, "us_per_collective": figures["seconds"] / count * 1e6}
 
 
 def torchs(count: int, group: str, *, per_sum: int) -> dict[str, Any]:
@@ -82,12 +72,8 @@ def main() -> int:
         ours(50, group, per_sum=50)  # fill torch's caches
         mine = ours(given.chain, group, per_sum=given.chain, times=3)
         show({"what": "one chain", **mine}, as_json=given.json)
-        before = None
-        for count in (given.large // 100, given.large // 10, given.large):
-            row = ours(count, group, per_sum=4)
-            growth = {"times_the_seconds_for_10_times_the_graph": row["seconds"] / before} if before else {}
-            before = row["seconds"]
-            show({"what": "sums of 4", **row, **growth}, as_json=given.json)
+        for row in growing(given.large, lambda count: ours(count, group, per_sum=4)):
+            show({"what": "sums of 4", **row}, as_json=given.json)
         theirs = torchs(given.chain, group, per_sum=given.chain)
         last = {"what": "one chain, torch beside ours", **mine, **theirs}
         ratio = {"ratio": theirs["torch_s"] / mine["seconds"]} if theirs else {}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from torch import fx
+
+from collective_identity import start_nodes
 
 T = TypeVar("T")
 
@@ -21,6 +26,36 @@ def best_of(times: int, run: Callable[[], T]) -> tuple[float, T]:
         result = run()
         seconds.append(time.process_time() - start)
     return min(seconds), result  # type: ignore[return-value]
+
+
+def on_fresh_graphs(
+    make: Callable[[], fx.GraphModule], run: Callable[[fx.GraphModule], object], *, times: int, left: int
+) -> dict[str, Any]:
+    """Rewrite a fresh graph each time: the least seconds, and the growth of the peak in the first run.
+
+    ``left`` collectives are expected afterwards, or the figures mean nothing.
+    """
+    seconds: list[float] = []
+    extra = 0.0
+    for number in range(times):
+        gm = make()
+        gc.collect()
+        before = peak_mb()
+        seconds.append(best_of(1, lambda gm=gm: run(gm))[0])  # type: ignore[misc]
+        if number == 0:
+            extra, found = peak_mb() - before, len(start_nodes(gm))
+            assert found == left, f"expected {left} collectives afterwards, found {found}"
+    return {"seconds": min(seconds), "extra_mb": extra}
+
+
+def growing(large: int, run: Callable[[int], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows of ``run`` at a hundredth, a tenth and the whole of ``large``, with the growth of their seconds."""
+    before = None
+    for count in (large // 100, large // 10, large):
+        row = run(count)
+        growth = {} if before is None else {"times_the_seconds_for_10_times_the_graph": row["seconds"] / before}
+        before = row["seconds"]
+        yield {**row, **growth}
 
 
 def peak_mb() -> float:

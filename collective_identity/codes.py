@@ -232,5 +232,10 @@ _TABLE: Final = (
     EXPECTED_MISMATCH,
 )
 
-CODES: Final[Mapping[str, Code]] = MappingProxyType({code.id: code for code in _TABLE})
+def by_id(*codes: Code) -> Mapping[str, Code]:
+    """A read-only table of codes."""
+    return MappingProxyType({code.id: code for code in codes})
+
+
+CODES: Final = by_id(*_TABLE)
 """Every code by id, read-only."""

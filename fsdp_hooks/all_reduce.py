@@ -22,7 +22,7 @@ from .spec import reduce_op_name
 
 
 class FunctionalAllReduce:
-    """All-reduces the reduced gradients of one parameter group by ``_c10d_functional.all_reduce``."""
+    """All-reduces the reduced gradients of one parameter group by a functional collective."""
 
     def __init__(self, producer: str, param_group: str, fqn: str) -> None:
         self._producer, self._param_group, self._fqn = producer, param_group, fqn

@@ -33,7 +33,7 @@ _PREVIOUS = "_fsdp_hooks_previous_comms"
 
 
 class FunctionalAllGather(AllGather):
-    """All-gathers one FSDP parameter group by ``_c10d_functional.all_gather_into_tensor``, role included."""
+    """All-gathers one FSDP parameter group by a functional collective, role included."""
 
     def __init__(self, found: Sequence[Found]) -> None:
         self._param_group = found[0].param_group
@@ -67,7 +67,7 @@ class FunctionalAllGather(AllGather):
 
 
 class FunctionalReduceScatter(ReduceScatter):
-    """Reduce-scatters one FSDP parameter group by ``_c10d_functional.reduce_scatter_tensor``, role included."""
+    """Reduce-scatters one FSDP parameter group by a functional collective, role included."""
 
     def __init__(self, found: Sequence[Found], all_reduce: FunctionalAllReduce | None) -> None:
         self._found = tuple(found)

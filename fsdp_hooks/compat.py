@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
@@ -94,11 +94,6 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield name, module
-
-
-def modules_of(state: Any) -> tuple[nn.Module, ...]:
-    """The modules that one ``fully_shard`` call took as one: several for ``fully_shard([a, b])``."""
-    return tuple(state._modules)
 
 
 def casts_every_grouped_module() -> bool:
@@ -235,11 +230,6 @@ def uses_default_comms(group: Any) -> bool:
         )
         if hasattr(group, name)
     )
-
-
-def offloads_to_cpu(group: Any) -> bool:
-    """True when the group was sharded with ``CPUOffloadPolicy``."""
-    return isinstance(getattr(group, "offload_policy", None), CPUOffloadPolicy)
 
 
 def has_all_gather_extension(param: Any) -> bool:

@@ -23,7 +23,7 @@ from .data_parallel_record import RECORD, Placed, Record, records_of
 from .data_parallel_units import Owned, UnitChoice, choose, owned
 from .errors import InstallError
 from .expected import expected_collectives
-from .runtime import BINDINGS, METHODS, UNIT, Unit, capturing_class, gather
+from .runtime import BINDINGS, METHODS, UNIT, Unit, capture_by_class, gather
 
 logger = logging.getLogger("collective_identity.fsdp_hooks")
 
@@ -249,21 +249,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _take_over(record: Record) -> None:
-    """Give every touched module a class that reads its parameters through their bindings; equal ones share it."""
-    made: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
+    """Open and close the units in forward, and read parameters through their bindings."""
     for module, unit in record.units:
         module.__dict__[UNIT] = unit, 0
         module.__dict__[METHODS] = {"forward": module.__dict__.pop("forward")} if "forward" in module.__dict__ else {}
-    touched = {id(module): module for module, _ in record.units}
-    touched |= {id(owner): owner for one in record.placed for owner, _ in one.owners}
-    for module in touched.values():
-        gathering = ("forward",) if UNIT in module.__dict__ else ()
-        key = type(module), tuple(sorted(module.__dict__.get(BINDINGS, ()))), gathering
-        base, names, _ = key
-        if key not in made:
-            made[key] = capturing_class(base, names, gathering=gathering, methods={})
-        record.classes.append((module, base))
-        module.__class__ = made[key]
+    owners = (owner for one in record.placed for owner, _ in one.owners)
+    record.classes += capture_by_class((*(module for module, _ in record.units), *owners))
 
 
 def _full(one: Placed) -> nn.Parameter:

@@ -18,7 +18,7 @@ from . import compat, refusals
 from .accumulated import Accumulated
 from .errors import InstallError
 from .expected import declare_again, expected_collectives
-from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capturing_class
+from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capture_by_class
 from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
 
 logger = logging.getLogger("collective_identity.fsdp_hooks")
@@ -97,7 +97,8 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
         plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
         plan.unit.check_waiting = functools.partial(_check_waiting, weakref.ref(model))
         plan.unit.reset = functools.partial(_reset, weakref.ref(model))
-    _swap_classes(installation)
+    touched = (*installation.managed, *installation.bound)
+    installation.classes = capture_by_class(touched, refusals.methods_of_installed)
     model.__dict__[_INSTALLED] = installation
 
     if expected.rows:  # one rank alone neither gathers nor reduces
@@ -282,18 +283,3 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
 
 def _no_hook(*args: object) -> None:
     """Keeps the place of an FSDP2 hook, for ``uninstall``."""
-
-
-def _swap_classes(installation: _Installation) -> None:
-    """Give every touched module a class that reads its parameters through their bindings; equal ones share it."""
-    made: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
-    touched = {id(module): module for module in (*installation.managed, *installation.bound)}
-    for module in touched.values():
-        gathering = ("forward", *sorted({*module.__dict__[METHODS]} - {"forward"})) if UNIT in module.__dict__ else ()
-        key = type(module), tuple(sorted(module.__dict__.get(BINDINGS, ()))), gathering
-        base, names, _ = key
-        if key not in made:
-            methods = refusals.methods_of_installed(base) if gathering else {}
-            made[key] = capturing_class(base, names, gathering=gathering, methods=methods)
-        installation.classes.append((module, base))
-        module.__class__ = made[key]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -179,6 +179,32 @@ def capturing_class(
     body.update(methods)
     body.update(__new__=new, __module__=base.__module__, __qualname__=base.__qualname__)
     return type(base.__name__, (base,), body)
+
+
+def capture_by_class(
+    modules: Iterable[nn.Module],
+    methods_of: Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]] = lambda base: {},
+) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Give modules that hold bindings or a unit a class that captures; equal ones share it.
+
+    Args:
+        modules: each once or several times.
+        methods_of: more methods of a module that has a unit, by its class.
+
+    Returns:
+        Each module with the class it had, in the order in which they were changed.
+    """
+    made: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
+    changed = []
+    for module in {id(module): module for module in modules}.values():
+        gathering = ("forward", *sorted({*module.__dict__[METHODS]} - {"forward"})) if UNIT in module.__dict__ else ()
+        key = type(module), tuple(sorted(module.__dict__.get(BINDINGS, ()))), gathering
+        base, names, _ = key
+        if key not in made:
+            made[key] = capturing_class(base, names, gathering=gathering, methods=methods_of(base) if gathering else {})
+        changed.append((module, base))
+        module.__class__ = made[key]
+    return changed
 
 
 def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:

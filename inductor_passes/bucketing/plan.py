@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,21 @@ class Refusal:
     reason: Code
     detail: str
 
+    def to_dict(self) -> dict[str, str]:
+        """As JSON values: the node by its name."""
+        return {"node": self.node.name, "reason": self.reason.id, "slug": self.reason.slug, "detail": self.detail}
+
+
+def left_alone(refusals: Iterable[Refusal], *, named: bool = False) -> list[str]:
+    """One line for each reason of refusal, with up to four nodes where they are to be ``named``."""
+    by_reason: dict[Code, list[fx.Node]] = {}
+    for refusal in refusals:
+        by_reason.setdefault(refusal.reason, []).append(refusal.node)
+    return [
+        f"  left alone: {len(nodes)} x {reason.id} {reason.slug}, {reason.text}{f': {_names(nodes)}' if named else ''}"
+        for reason, nodes in by_reason.items()
+    ]
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -105,12 +121,7 @@ class Plan:
             lines.append(f"  bucket {number}: {len(bucket.members)} x {key.role} ({key.transport.value})"
                          f"{unit} on group {key.group}, {bucket.nbytes / MIB:.2f} MiB, {', '.join(extra)}: "
                          f"{_names(bucket.members)}")
-        by_reason: dict[Code, list[fx.Node]] = {}
-        for refusal in self.refusals:
-            by_reason.setdefault(refusal.reason, []).append(refusal.node)
-        for reason, nodes in by_reason.items():
-            lines.append(f"  left alone: {len(nodes)} x {reason.id} {reason.slug}, {reason.text}: "
-                         f"{_names(nodes)}")
+        lines += left_alone(self.refusals, named=True)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,10 +144,7 @@ class Plan:
                 }
                 for b in self.buckets
             ],
-            "refusals": [
-                {"node": r.node.name, "reason": r.reason.id, "slug": r.reason.slug, "detail": r.detail}
-                for r in self.refusals
-            ],
+            "refusals": [refusal.to_dict() for refusal in self.refusals],
         }
 
 

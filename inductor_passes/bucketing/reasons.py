@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-from collective_identity.codes import Code
+from collective_identity.codes import Code, by_id
 
 NOT_REQUESTED: Final = Code(
     "BK001", "not_requested", "info",
@@ -94,11 +92,8 @@ ALONE: Final = Code(
     "nothing to do",
 )
 
-REASONS: Final[Mapping[str, Code]] = MappingProxyType({
-    code.id: code
-    for code in (
-        NOT_REQUESTED, NO_ROLE, OTHER_ROLE, OTHER_FORM, GROUP_UNKNOWN, NO_META, SYMBOLIC_SIZE, LAYOUT,
-        OTHER_USERS, NO_WAIT, SIZES_DISAGREE, MUTATED, DEPENDS, PHASE, OVER_CAP, INCOMPATIBLE, ALONE,
-    )
-})
+REASONS: Final = by_id(
+    NOT_REQUESTED, NO_ROLE, OTHER_ROLE, OTHER_FORM, GROUP_UNKNOWN, NO_META, SYMBOLIC_SIZE, LAYOUT,
+    OTHER_USERS, NO_WAIT, SIZES_DISAGREE, MUTATED, DEPENDS, PHASE, OVER_CAP, INCOMPATIBLE, ALONE,
+)
 """Every refusal code by id."""

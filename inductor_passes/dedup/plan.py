@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from collective_identity.codes import Code
 from collective_identity.identity import Identity
 from collective_identity.merge import Outcome
 
-from ..bucketing.plan import Refusal
+from ..bucketing.plan import Refusal, left_alone
 from .trees import Sum
 
 
@@ -55,11 +54,7 @@ class DedupPlan:
             identity, code = merge.outcome.identity, merge.outcome.code
             carries = identity.role if identity else f"no role ({code.slug})" if code else "no role"
             lines.append(f"  {len(merge.members)} of the sum {merge.sum.root.name}: {carries}")
-        by_reason: dict[Code, int] = {}
-        for refusal in self.refusals:
-            by_reason[refusal.reason] = by_reason.get(refusal.reason, 0) + 1
-        lines += [f"  left alone: {count} x {reason.id} {reason.slug}, {reason.text}"
-                  for reason, count in by_reason.items()]
+        lines += left_alone(self.refusals)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,8 +71,5 @@ class DedupPlan:
                 }
                 for merge in self.merges
             ],
-            "refusals": [
-                {"node": r.node.name, "reason": r.reason.id, "slug": r.reason.slug, "detail": r.detail}
-                for r in self.refusals
-            ],
+            "refusals": [refusal.to_dict() for refusal in self.refusals],
         }

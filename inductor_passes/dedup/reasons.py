@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-from collective_identity.codes import Code
+from collective_identity.codes import Code, by_id
 
 OTHER_FORM: Final = Code(
     "DD001", "other_form", "info",
@@ -74,11 +72,8 @@ MUTATED: Final = Code(
     "functionalise the graph first",
 )
 
-REASONS: Final[Mapping[str, Code]] = MappingProxyType({
-    code.id: code
-    for code in (
-        OTHER_FORM, GROUP_UNKNOWN, NO_META, NOT_LINEAR, OTHER_USERS, NOT_ADDED, SCALED, IN_PLACE, UNEQUAL,
-        ALONE, INCOMPATIBLE, OTHER_ROLE, MUTATED,
-    )
-})
+REASONS: Final = by_id(
+    OTHER_FORM, GROUP_UNKNOWN, NO_META, NOT_LINEAR, OTHER_USERS, NOT_ADDED, SCALED, IN_PLACE, UNEQUAL,
+    ALONE, INCOMPATIBLE, OTHER_ROLE, MUTATED,
+)
 """Every refusal code by id."""

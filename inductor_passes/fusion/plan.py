@@ -16,7 +16,7 @@ from collective_identity.roles import is_fsdp
 from collective_identity.transports import WAIT, Launch, Transport, launches
 
 from ..bucketing.hazards import Hazards, hazards_of
-from ..bucketing.plan import Refusal
+from ..bucketing.plan import Refusal, left_alone
 from . import reasons
 from .match import GatherMatmul, MatmulScatter, gather_matmul, known, matmul_scatter
 
@@ -60,11 +60,7 @@ class FusionPlan:
             products = one.match.products if isinstance(one.match, GatherMatmul) else (one.match.product,)
             lines.append(f"  {one.match.start.name} ({role}, dimension {one.match.dim}) with "
                          f"{', '.join(p.name for p in products)}")
-        by_reason: dict[Code, int] = {}
-        for refusal in self.refusals:
-            by_reason[refusal.reason] = by_reason.get(refusal.reason, 0) + 1
-        lines += [f"  left alone: {count} x {reason.id} {reason.slug}, {reason.text}"
-                  for reason, count in by_reason.items()]
+        lines += left_alone(self.refusals)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,10 +76,7 @@ class FusionPlan:
                 }
                 for one in self.fusions
             ],
-            "refusals": [
-                {"node": r.node.name, "reason": r.reason.id, "slug": r.reason.slug, "detail": r.detail}
-                for r in self.refusals
-            ],
+            "refusals": [refusal.to_dict() for refusal in self.refusals],
         }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-from collective_identity.codes import Code
+from collective_identity.codes import Code, by_id
 
 OTHER_TRANSPORT: Final = Code(
     "FU001", "other_transport", "info",
@@ -64,11 +62,8 @@ REDUCE_OP: Final = Code(
     "nothing to do",
 )
 
-REASONS: Final[Mapping[str, Code]] = MappingProxyType({
-    code.id: code
-    for code in (
-        OTHER_TRANSPORT, FSDP, OTHER_ROLE, LOST_ROLE, GROUP_UNKNOWN, NOT_ENABLED, NO_META, NO_MATMUL, OTHER_USERS,
-        MUTATED, REDUCE_OP,
-    )
-})
+REASONS: Final = by_id(
+    OTHER_TRANSPORT, FSDP, OTHER_ROLE, LOST_ROLE, GROUP_UNKNOWN, NOT_ENABLED, NO_META, NO_MATMUL, OTHER_USERS,
+    MUTATED, REDUCE_OP,
+)
 """Every refusal code by id."""

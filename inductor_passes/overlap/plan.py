@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from collective_identity.identity import Identity, Source
+from collective_identity.identity import Source
 from collective_identity.roles import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
 from collective_identity.store import identity_of
 from collective_identity.transports import is_start, is_wait, launches, waits_of
@@ -59,16 +59,14 @@ def plan_overlap(gm: fx.GraphModule, *, ahead: int = 1) -> OverlapPlan:
     by_role: dict[str, list[fx.Node]] = {PARAM_UNSHARD: [], GRAD_REDUCE_SHARD: [], GRAD_REPLICATE_REDUCE: []}
     for start in launches(gm):
         identity = identity_of(start)
-        if _is_explicit(identity) and identity.role in by_role and len(waits_of(start)) == 1:  # type: ignore[union-attr]
-            by_role[identity.role].append(start)  # type: ignore[union-attr]
+        if identity is None or identity.source is not Source.EXPLICIT or len(waits_of(start)) != 1:
+            continue
+        if identity.role in by_role:
+            by_role[identity.role].append(start)
     places: dict[fx.Node, float] = {}
     started = _gathers(by_role[PARAM_UNSHARD], index, ahead, places)
     delayed = _reductions(by_role[GRAD_REDUCE_SHARD], by_role[GRAD_REPLICATE_REDUCE], index, places)
     return OverlapPlan(places, tuple(started), tuple(delayed))
-
-
-def _is_explicit(identity: Identity | None) -> bool:
-    return identity is not None and identity.source is Source.EXPLICIT
 
 
 def _gathers(
@@ -99,25 +97,23 @@ def _reductions(
     places: dict[fx.Node, float],
 ) -> list[fx.Node]:
     """Wait for each where the next is packed; an all-reduce of what was scattered starts then, and ends one later."""
-    behind = [index[_joined(start)] - _WAIT for start in scatters]
     last = float(len(index)) - 1 - _WAIT  # before the output
+    behind = [*(index[_joined(start)] - _WAIT for start in scatters), last, last]
     ends: dict[fx.Node, int] = {}
     for k, start in enumerate(scatters):
         (wait,) = waits_of(start)
         below = _unpacking(wait)
-        when = min(behind[k + 1] if k + 1 < len(behind) else last, _first_use(below, index, default=len(index)) - _WAIT)
+        when = min(behind[k + 1], _first_use(below, index, default=len(index)) - _WAIT)
         places.update(dict.fromkeys(below, when))
         ends.update(dict.fromkeys(below, k + 1))
     for start in reduces:
         above = next((node for node in start.all_input_nodes if node in ends), None)
         if above is None:
             continue
-        when = behind[ends[above]] if ends[above] < len(behind) else last
         below = _unpacking(*waits_of(start))
         use = _first_use(below, index, default=len(index)) - _WAIT
-        places[start] = min(when, use)
-        when = behind[ends[above] + 1] if ends[above] + 1 < len(behind) else last
-        places.update(dict.fromkeys(below, min(when, use)))
+        places[start] = min(behind[ends[above]], use)
+        places.update(dict.fromkeys(below, min(behind[ends[above] + 1], use)))
     return list(scatters)
 
 

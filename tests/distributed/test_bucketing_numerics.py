@@ -13,6 +13,7 @@ from torch import fx
 from collective_identity.transports import start_nodes
 from inductor_passes.bucketing import bucket_collectives
 from tests.distributed.launch import launch
+from tests.distributed.transform_runs import inputs_for
 from tests.graphs import Builder, aten
 
 UNSHARD, REDUCE, REPLICATE = "fsdp.param_unshard", "fsdp.grad_reduce_shard", "fsdp.grad_replicate_reduce"
@@ -44,24 +45,13 @@ def random_graph(seed: int, group: str, size: int) -> fx.GraphModule:
     return b.module()
 
 
-def inputs(gm: fx.GraphModule, seed: int, integers: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    row = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            tensor = torch.randn(value.shape, generator=generator) * 8
-            row.append((tensor.round().clamp(-2, 2) if integers else tensor).to(value.dtype))
-    return row
-
-
 def compare(rank: int, ranks: int, seeds: list[int], integers: bool) -> tuple[int, int]:
     """Runs every graph before and after; returns how many collectives there were and are."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     before = after = 0
     for seed in seeds:
         gm = random_graph(seed, group, ranks)
-        tensors = inputs(gm, 1000 * seed + rank, integers)
+        tensors = inputs_for(gm, 1000 * seed + rank, integers)
         expected = gm(*tensors)
         before += len(start_nodes(gm))
         bucket_collectives(gm, order=random.Random(seed).choice(["param_group", "graph", "fqn"]))
