@@ -310,7 +310,8 @@ def last_traced_node() -> str:
 
     mode = get_proxy_mode()
     assert mode is not None
-    return str(next(reversed(mode.tracer.graph.nodes)).name)
+    last: torch.fx.Node = next(iter(reversed(mode.tracer.graph.nodes)))  # the reversed list is no iterator up to 2.11
+    return last.name
 
 
 def outside_selection() -> AbstractContextManager[None]:
