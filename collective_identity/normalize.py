@@ -18,7 +18,7 @@ from . import codes, compat, store
 from .codes import Code
 from .identity import Identity
 from .scan import GraphScan, scan_graphs
-from .subgraphs import graph_modules
+from .subgraphs import graph_modules, wrapped_bodies
 from .transports import Launch, is_wait, waited_start
 
 # Operators that only pass data along: casts, views, slices, pads, cats.
@@ -79,6 +79,7 @@ def plan_normalization(gm: fx.GraphModule) -> NormalizationPlan:
 
     A payload on a wait, cast, view, slice, pad, cat or placeholder moves to the start node if exactly one is
     reached through such nodes, that node has no payload and no recorded loss, and the payload is valid there.
+    One in the body of a ``control_deps`` node counts as that node's.
     Equal payloads move as one; different ones that would all fit are ambiguous and go.
     """
     return plan_scanned(scan_graphs(gm))
@@ -106,7 +107,8 @@ def apply_normalization(gm: fx.GraphModule, plan: NormalizationPlan) -> bool:
     """
     if not plan.changes:
         return False
-    live = {node for module in graph_modules(gm) for node in module.graph.nodes}
+    modules = [m for module in graph_modules(gm) for m in (module, *(body for body, _ in wrapped_bodies(module)))]
+    live = {node for module in modules for node in module.graph.nodes}
     touched = [n for m in plan.moves for n in (m.origin, m.target)] + [r.node for r in plan.removals]
     for node in touched:
         if node not in live:
@@ -158,8 +160,9 @@ class _Neighbourhood:
     Looks only at what lies between the nodes asked about and the collectives they reach, at each node once.
     """
 
-    def __init__(self, launches: Mapping[fx.Node, Launch]) -> None:
+    def __init__(self, launches: Mapping[fx.Node, Launch], runners: Mapping[fx.Node, tuple[fx.Node, ...]]) -> None:
         self._launches = launches
+        self._runners = runners
         self._up: dict[fx.Node, _Reach] = {}
         self._down: dict[fx.Node, _Reach] = {}
         self._carriers: dict[int, bool] = {}
@@ -169,6 +172,10 @@ class _Neighbourhood:
                 self._fed[source] = self._fed.get(source, _NOTHING).merge(_at_start(start))
 
     def of(self, node: fx.Node) -> _Reach:
+        if node in self._runners:
+            return _merged(self.of(runner) for runner in self._runners[node])
+        if node in self._launches:
+            return _at_start(node)
         if is_wait(node):
             return self._settled(node, self._up, self._above, self._own)
         down = _NOTHING
@@ -237,7 +244,7 @@ def _merged(reaches: Iterable[_Reach]) -> _Reach:
 
 
 def _plan_graph(scan: GraphScan, moves: list[Move], removals: list[Removal]) -> None:
-    near = _Neighbourhood(scan.launches)
+    near = _Neighbourhood(scan.launches, scan.runners)
     fitting: dict[fx.Node, list[tuple[fx.Node, Identity]]] = {}
     reasons: dict[fx.Node, Removal] = {}
     for node in scan.strays:

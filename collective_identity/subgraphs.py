@@ -29,13 +29,22 @@ def graph_modules(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
             queue += _called(current)
 
 
+def wrapped_bodies(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, tuple[fx.Node, ...]]]:
+    """Every ``control_deps`` body of this graph alone, with the nodes that run it."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        inner = submodule_of(node)
+        if inner is not None and _only_wrapped(node):
+            yield inner, tuple(node.users)
+
+
+def _only_wrapped(node: fx.Node) -> bool:
+    return bool(node.users) and all(compat.higher_order_name(user.target) == CONTROL_DEPS for user in node.users)
+
+
 def _called(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
     for node in gm.graph.find_nodes(op="get_attr"):
         inner = submodule_of(node)
-        if inner is None:
-            continue
-        wraps = node.users and all(compat.higher_order_name(user.target) == CONTROL_DEPS for user in node.users)
-        if not wraps:
+        if inner is not None and not _only_wrapped(node):
             yield inner
     for node in gm.graph.find_nodes(op="call_module"):
         inner = named(node)

@@ -221,7 +221,7 @@ def test_sub_graphs_are_normalised_too() -> None:
     assert start in classify_report(gm).identities
 
 
-def test_the_bodies_of_wrapped_collectives_are_left_alone() -> None:
+def test_the_bodies_of_wrapped_collectives_hold_no_second_copy() -> None:
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
@@ -234,7 +234,8 @@ def test_the_bodies_of_wrapped_collectives_are_left_alone() -> None:
     preserve_node_ordering(gm.graph, {gathered.start: OrderedSet([other])})
     wrapped = next(m for m in gm.graph.nodes if m.name == name)
     assert identity_of(wrapped) == identity(PARAM_UNSHARD)
-    assert not normalize(gm)
+    assert normalize(gm) and not normalize(gm)
+    assert identity_of(wrapped) == identity(PARAM_UNSHARD)
     annotate(wrapped.args[2], UNSHARD)  # type: ignore[arg-type]
     assert normalize(gm) and identity_of(wrapped) == identity(PARAM_UNSHARD)
 

@@ -27,7 +27,7 @@ from collective_identity import (
     store,
 )
 from collective_identity.compat import find_op
-from collective_identity.subgraphs import graph_modules
+from collective_identity.subgraphs import graph_modules, wrapped_body
 from collective_identity.transports import WAIT, waits_of
 from tests.graphs import Builder, annotate, aten, identity, payload
 
@@ -189,6 +189,63 @@ def test_wrapped_for_another_reason() -> None:
     annotate(wrapped, payload(PARAM_UNSHARD))
     assert start_nodes(gm) == [] and launch_of(wrapped) is None
     assert normalize(gm) and not store.has_payload(wrapped)
+
+
+def _inner(node: fx.Node, op: str = "call_function") -> fx.Node:
+    body = wrapped_body(node)
+    assert body is not None
+    return next(n for n in body.graph.nodes if n.op == op)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("where", ["collective", "its input", "its wait"])
+def test_a_payload_inside_the_wrapper_is_its_nodes(kind: str, where: str) -> None:
+    form = Form(kind, wrapped=True)
+    places = {
+        "collective": lambda: _inner(form.start),
+        "its input": lambda: _inner(form.start, "placeholder"),
+        "its wait": lambda: _inner(form.waits[0]),
+    }
+    inside = places[where]()
+    annotate(inside, payload(form.role))
+    assert normalize(form.module) and not normalize(form.module)
+    found = identity_of(form.start)
+    assert found is not None and found.role == form.role and not store.has_payload(inside)
+
+    annotate(inside, payload("tp.other"))
+    (removal,) = plan_normalization(form.module).removals
+    assert removal.node is inside and "a payload of its own" in removal.detail
+    assert normalize(form.module) and identity_of(form.start) == found
+
+    store.clear(form.start)
+    annotate(inside, payload(form.role) | {"group": "another"})
+    (removal,) = plan_normalization(form.module).removals
+    assert codes.GROUP_MISMATCH.id in removal.detail
+    assert normalize(form.module) and identity_of(form.start) is None and not store.has_payload(inside)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_wrapping_copied_by_reference_is_told_apart(kind: str) -> None:
+    form = Form(kind, wrapped=False)
+    annotate(form.start, payload(form.role))
+    form.start.meta["custom"]["mine"] = 1
+    form._wrap()
+    inside = _inner(form.start)
+    assert store.has_payload(inside), "torch copies the metadata inwards"
+    assert normalize(form.module) and not normalize(form.module)
+    found = identity_of(form.start)
+    assert found is not None and found.role == form.role and not store.has_payload(inside)
+    assert inside.meta["custom"] == {"mine": 1} and form.start.meta["custom"]["mine"] == 1
+
+
+def test_a_body_two_nodes_run_belongs_to_neither() -> None:
+    form = Form("gather", wrapped=True)
+    with form.module.graph.inserting_after(form.start):
+        twin = form.module.graph.call_function(form.start.target, form.start.args)
+    annotate(_inner(form.start), payload(form.role))
+    (removal,) = plan_normalization(form.module).removals
+    assert removal.code is codes.AMBIGUOUS_PAYLOAD
+    assert normalize(form.module) and identity_of(form.start) is None and identity_of(twin) is None
 
 
 # --- sub-graphs ------------------------------------------------------------------------------------------
