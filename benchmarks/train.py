@@ -1,10 +1,11 @@
 """Step time, tokens/s, peak memory and losses of each way to run FSDP2, in one run.
 
 ``torchrun --nproc-per-node N -m benchmarks train [--model 1b] [--batch 4] [--window 2048]``: eager FSDP2, FSDP2
-with per-block compile (what people run), and captured whole, unbucketed, bucketed by parameter group, and bucketed
-in graph order up to a cap. Every variant starts from the same weights and data; one whose losses are not within
-``--tolerance`` of eager FSDP2's counts as failed whatever its speed. ``ratio`` is the step time of per-block
-compile over the variant's.
+with per-block compile (what people run), and captured whole, unbucketed, bucketed by parameter group, bucketed in
+graph order up to a cap, with overlap. ``bound`` is the same compute without any collective: full bfloat16 weights,
+AdamW on a shard of them; its losses are its own. Every other variant starts from the same weights and data; one whose
+losses are not within ``--tolerance`` of eager FSDP2's counts as failed whatever its speed. ``ratio`` is the step time
+of per-block compile over the variant's.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ import collective_identity as ci
 import fsdp_hooks
 import inductor_passes  # noqa: F401  (makes the backend known)
 from benchmarks.models import SHAPES, build
+from benchmarks.step_profile import profile_steps
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run: eager, each block compiled, or captured whole with these backend options."""
+    """One way to run: eager, each block compiled, captured whole with these backend options, or without FSDP."""
 
     blocks: bool = False
+    bound: bool = False
     captured: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,6 +53,7 @@ VARIANTS = MappingProxyType(
         "bucketed": Variant(captured=True, options={}),
         "overlapped": Variant(captured=True, options={"overlap": 1}),
         "overlapped_2": Variant(captured=True, options={"overlap": 2}),
+        "bound": Variant(bound=True),
         "bucketed_graph": Variant(captured=True, options={"order": "graph", "cap_mb": 500.0}),
     }
 )
@@ -71,6 +75,7 @@ class Figures:
     reductions: int | None
     passes_s: float | None
     report_ok: bool | None
+    profile: dict[str, Any] | None = None
 
 
 def main() -> int:
@@ -114,6 +119,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tolerance", type=float, default=2e-3, help="relative loss difference to eager FSDP2")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--profile", action="store_true", help="where each variant's time goes (CUDA), in its line")
     parser.add_argument("--json", action="store_true", help="a JSON line for each variant")
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():
@@ -136,17 +142,20 @@ def _measure(name: str, variant: Variant, args: argparse.Namespace, device: torc
     model = build(args.model, device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.precision == "bf16" else MixedPrecisionPolicy()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model.blocks:
-        if variant.blocks:
-            block.compile(fullgraph=True)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if not variant.bound:
+        for block in model.blocks:
+            if variant.blocks:
+                block.compile(fullgraph=True)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     with ci.enable() as handle:
         call: Callable[[Tensor], Tensor] = model
         if variant.captured:
             fsdp_hooks.install(model)
             call = torch.compile(model, backend="collective_identity", fullgraph=True, options=dict(variant.options))
-        step = _step(model, call, args, device)
+        if variant.bound:
+            call = torch.compile(model.to(torch.bfloat16) if args.precision == "bf16" else model, fullgraph=True)
+        step = _step(model, call, args, device, shards=variant.bound)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -155,6 +164,8 @@ def _measure(name: str, variant: Variant, args: argparse.Namespace, device: torc
         first = time.perf_counter() - start
         losses += [step() for _ in range(args.warmup - 1)]
         times = [_timed(step, device) for _ in range(args.steps)]
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        profile = profile_steps(step, 3).to_dict() if args.profile and device.type == "cuda" else None
         report = handle.report().to_dict() if variant.captured else None
     median = statistics.median(times)
     after = report["collectives"]["after_bucketing"] if report else {}
@@ -164,30 +175,47 @@ def _measure(name: str, variant: Variant, args: argparse.Namespace, device: torc
         step_ms_min=round(1e3 * min(times), 2),
         step_ms_max=round(1e3 * max(times), 2),
         tokens_per_s_per_rank=round(args.batch * args.window / median),
-        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        peak_gib=None if peak is None else round(peak / 2**30, 2),
         first_step_s=round(first, 2),
         losses=tuple(losses),
         gathers=after.get(ci.PARAM_UNSHARD),
         reductions=after.get(ci.GRAD_REDUCE_SHARD),
         passes_s=report["seconds"]["passes"] if report else None,
         report_ok=report["ok"] if report else None,
+        profile=profile,
     )
 
 
-def _step(model: nn.Module, call: Callable[[Tensor], Tensor], args: argparse.Namespace, device: torch.device) -> Any:
+def _step(
+    model: nn.Module, call: Callable[[Tensor], Tensor], args: argparse.Namespace, device: torch.device, *, shards: bool
+) -> Callable[[], float]:
     vocabulary = SHAPES[args.model].vocabulary
     data = torch.Generator(device=device).manual_seed(dist.get_rank() + 1)
     tokens = torch.randint(0, vocabulary, (args.batch, args.window), device=device, generator=data)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    trained = _shards(model) if shards else list(model.parameters())
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
     def step() -> float:
         loss = F.cross_entropy(call(tokens).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        if shards:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad()
         return loss.item()
 
     return step
+
+
+def _shards(model: nn.Module) -> list[nn.Parameter]:
+    """What a rank's optimizer holds of each parameter, with gradients that stay."""
+    made = []
+    for parameter in model.parameters():
+        shard = nn.Parameter(parameter.detach().chunk(dist.get_world_size())[0].float())
+        shard.grad = torch.zeros_like(shard)
+        made.append(shard)
+    return made
 
 
 def _timed(step: Callable[[], float], device: torch.device) -> float:
@@ -203,7 +231,7 @@ def _timed(step: Callable[[], float], device: torch.device) -> float:
 def _failures(results: list[Figures], tolerance: float) -> list[str]:
     reference = results[0].losses
     failed = []
-    for result in results[1:]:
+    for result in (r for r in results[1:] if not VARIANTS[r.variant].bound):
         worst = max(abs(a - b) / abs(a) for a, b in zip(reference, result.losses, strict=True))
         if not worst <= tolerance:
             failed.append(f"{result.variant}: losses differ from {results[0].variant}'s by {worst:.2e} > {tolerance}")
