@@ -59,7 +59,7 @@ def plan_overlap(gm: fx.GraphModule, *, ahead: int = 1) -> OverlapPlan:
     by_role: dict[str, list[fx.Node]] = {PARAM_UNSHARD: [], GRAD_REDUCE_SHARD: [], GRAD_REPLICATE_REDUCE: []}
     for start in launches(gm):
         identity = identity_of(start)
-        if identity is None or identity.source is not Source.EXPLICIT or len(waits_of(start)) != 1:
+        if identity is None or identity.source is not Source.EXPLICIT or not waits_of(start):
             continue
         if identity.role in by_role:
             by_role[identity.role].append(start)
@@ -77,9 +77,9 @@ def _gathers(
         packing = _packing(start)
         if packing is None:
             continue
-        (wait,) = waits_of(start)
-        below = _unpacking(wait)
-        first = _first_use(below, index, default=index[wait])
+        waits = waits_of(start)
+        below = _unpacking(*waits)
+        first = _first_use(below, index, default=min(index[wait] for wait in waits))
         found.append((first, start, packing, below))
     found.sort(key=lambda one: (one[0], index[one[1]]))
     for k, (first, start, packing, below) in enumerate(found):
@@ -101,8 +101,7 @@ def _reductions(
     behind = [*(index[_joined(start)] - _WAIT for start in scatters), last, last]
     ends: dict[fx.Node, int] = {}
     for k, start in enumerate(scatters):
-        (wait,) = waits_of(start)
-        below = _unpacking(wait)
+        below = _unpacking(*waits_of(start))
         when = min(behind[k + 1], _first_use(below, index, default=len(index)) - _WAIT)
         places.update(dict.fromkeys(below, when))
         ends.update(dict.fromkeys(below, k + 1))
@@ -142,10 +141,10 @@ def _packing(start: fx.Node) -> list[fx.Node] | None:
     return above
 
 
-def _unpacking(wait: fx.Node) -> dict[fx.Node, None]:
-    """``wait`` and everything computed from it alone, in order: splits, views, copies, divisions."""
-    below = {wait: None}
-    todo = [wait]
+def _unpacking(*waits: fx.Node) -> dict[fx.Node, None]:
+    """The waits and everything computed from them alone, in order: splits, views, copies, divisions."""
+    below = dict.fromkeys(waits)
+    todo = [*waits]
     while todo:
         for user in todo.pop().users:
             if user not in below and user.op == "call_function" and not is_start(user) and not is_wait(user):

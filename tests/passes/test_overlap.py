@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, start_nodes
+from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, stamp, start_nodes
+from collective_identity.transports import WAIT
 from inductor_passes.overlap import apply_overlap, plan_overlap
 from tests import random_graphs
-from tests.graphs import Builder
+from tests.graphs import Builder, identity
 
-aten = torch.ops.aten
+aten, C = torch.ops.aten, torch.ops._c10d_functional
 
 
 def layers(count: int, *, role: str | None = PARAM_UNSHARD) -> tuple[fx.GraphModule, list[Any], list[fx.Node]]:
@@ -52,6 +54,33 @@ def test_a_gather_starts_ahead_and_is_waited_for_at_its_use(ahead: int) -> None:
         if ahead and k >= ahead:
             assert at[made.start] < at[gathers[k - ahead].wait], "on its way while the earlier one is used"
     assert plan.to_dict() == {"gathers": 4, "reductions": 0}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_coalesced_gather_is_one_gather_with_several_waits(ahead: int) -> None:
+    b = Builder()
+    x = b.placeholder("x", (8, 8))
+    pairs = [[b.placeholder(f"{name}{i}", (4, 8)) for name in "vw"] for i in range(3)]
+    starts, waits, products = [], [], []
+    for pair in pairs:
+        start = b.call(C.all_gather_into_tensor_coalesced.default, pair, 2, "dp")
+        stamp(start, identity(PARAM_UNSHARD))
+        parts = [b.call(WAIT, b.call(operator.getitem, start, i)) for i in range(2)]
+        for part in parts:
+            x = b.call(aten.mm.default, x, part)
+        starts.append(start)
+        waits.append(parts)
+        products.append(x)
+    b.output(x)
+    gm = b.module()
+    plan = plan_overlap(gm, ahead=ahead)
+    assert plan.to_dict() == {"gathers": 3, "reductions": 0}
+    apply_overlap(gm, plan)
+    gm.graph.lint()
+    at = positions(gm)
+    for k in range(1, 3):
+        assert at[products[k - 1]] < min(at[wait] for wait in waits[k]) < at[products[k]]
+        assert (at[starts[k]] < at[products[k - 1]]) == bool(ahead)
 
 
 def test_what_is_not_fsdps_stays_where_it_is() -> None:
