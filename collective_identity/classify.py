@@ -19,7 +19,7 @@ from torch import fx
 from . import codes, compat, store
 from .codes import Code
 from .identity import VERSION, Identity, Source, Verdict
-from .normalize import plan_scanned
+from .normalize import PASS_NAME, plan_scanned
 from .roles import DEFAULT_ROLES, RoleTable, is_fsdp
 from .scan import scan_graphs
 from .store import Absence
@@ -107,7 +107,7 @@ def classify_report(
 
 def _classified(gm: fx.GraphModule, rules: Rules, roles: RoleTable) -> Classification:
     scans = scan_graphs(gm)
-    plan = plan_scanned(scans)
+    plan = plan_scanned(scans, roles)
     identities: dict[fx.Node, Identity | None] = {}
     absences: dict[fx.Node, Absence] = {}
     notes: list[tuple[fx.Node, Code]] = []
@@ -122,6 +122,9 @@ def _classified(gm: fx.GraphModule, rules: Rules, roles: RoleTable) -> Classific
                 continue
             dropped = store.dropped_of(node)
             absence = store.absence_from(verdict, dropped)
+            if absence is store.NEVER_HAD and node in plan.refused:
+                refusal = plan.refused[node]
+                absence = Absence("dropped", refusal.lost_as, PASS_NAME, refusal.detail)
             if absence is not None:
                 absences[node] = absence
             if dropped is None or dropped.code not in _NO_GUESS:

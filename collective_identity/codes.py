@@ -98,6 +98,14 @@ SEQ_NR_COPY: Final = Code(
     "open a role_scope inside the backward too; it writes the backward key",
 )
 
+BACKWARD_ONLY: Final = Code(
+    "CI010",
+    "backward_only",
+    "warning",
+    "a forward node holds only a backward payload",
+    "leave backward out of role_scope where the collective runs in forward",
+)
+
 # What normalisation did with payloads found off the start node.
 MOVED_PAYLOAD: Final = Code(
     "CI011",
@@ -216,6 +224,7 @@ _TABLE: Final = (
     GROUP_MISMATCH,
     GROUP_UNVERIFIED,
     SEQ_NR_COPY,
+    BACKWARD_ONLY,
     MOVED_PAYLOAD,
     REMOVED_PAYLOAD,
     AMBIGUOUS_PAYLOAD,

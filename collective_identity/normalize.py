@@ -7,8 +7,9 @@ too. Only the start node may carry an identity.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -17,9 +18,13 @@ from torch import fx
 from . import codes, compat, store
 from .codes import Code
 from .identity import Identity
+from .roles import DEFAULT_ROLES, RoleTable
 from .scan import GraphScan, scan_graphs
 from .subgraphs import graph_modules, wrapped_bodies
 from .transports import Launch, is_wait, waited_start
+
+PASS_NAME: Final = "normalize"
+"""The pass named in the losses recorded here."""
 
 # Operators that only pass data along: casts, views, slices, pads, cats.
 _CARRIERS: Final = frozenset(
@@ -43,11 +48,24 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A payload on a node that launches no collective, and why it goes instead of moving."""
+    """A payload on a node that launches no collective, and why it goes instead of moving.
+
+    Attributes:
+        node: where it lies.
+        code: ``REMOVED_PAYLOAD`` or ``AMBIGUOUS_PAYLOAD``; in ``refused`` also what a role table objects to.
+        detail: expected and found, in words.
+        why: what makes it invalid at the start node it lies beside; None when that is not the reason.
+    """
 
     node: fx.Node
     code: Code
     detail: str
+    why: Code | None = None
+
+    @property
+    def lost_as(self) -> Code:
+        """The code to record on the start node that is left without an identity."""
+        return self.why or self.code
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +75,25 @@ class NormalizationPlan:
     Attributes:
         moves: in graph order, at most one per start node.
         removals: in graph order, every other payload off a start node.
+        refused: start node without an identity → what kept it from having one: a payload beside it that fits
+            nowhere, or, under another role table than the default, its own. Recorded there as lost.
     """
 
     moves: tuple[Move, ...] = ()
     removals: tuple[Removal, ...] = ()
+    refused: Mapping[fx.Node, Removal] = field(default_factory=lambda: MappingProxyType({}))
     _at: Mapping[fx.Node, Mapping[str, object]] = field(default_factory=lambda: MappingProxyType({}), repr=False)
 
     @property
     def changes(self) -> bool:
         """Whether applying the plan would change the graph."""
-        return bool(self.moves or self.removals)
+        return bool(self.moves or self.removals or self.refused)
+
+    def summary(self) -> dict[str, int]:
+        """How many payloads move, go by code, and are refused; only what is there."""
+        counts = Counter(removal.code.slug for removal in self.removals)
+        counts.update(moved_payload=len(self.moves), refused=len(self.refused))
+        return {name: count for name, count in sorted(counts.items()) if count}
 
     def payloads_at(self, start: fx.Node) -> Mapping[str, object]:
         """The raw payloads a start node has once the plan is applied, by key."""
@@ -74,26 +101,42 @@ class NormalizationPlan:
         return store.raw_payloads(start) if moved is None else moved
 
 
-def plan_normalization(gm: fx.GraphModule) -> NormalizationPlan:
+def plan_normalization(gm: fx.GraphModule, *, roles: RoleTable = DEFAULT_ROLES) -> NormalizationPlan:
     """Decide where each payload goes. Reads only; linear in nodes + edges.
 
     A payload on a wait, cast, view, slice, pad, cat or placeholder moves to the start node if exactly one is
     reached through such nodes, that node has no payload and no recorded loss, and the payload is valid there.
-    One in the body of a ``control_deps`` node counts as that node's.
-    Equal payloads move as one; different ones that would all fit are ambiguous and go.
+    One in the body of a ``control_deps`` node counts as that node's. Equal payloads move as one; different ones that
+    would all fit are ambiguous and go. An explicit payload goes before inferred ones, the start node's own included
+    (that of a merged node excepted).
+
+    Args:
+        gm: the graph.
+        roles: role × transport rows. Payloads on start nodes that these rows refuse, and the default rows do not,
+            are refused for good, so that whoever reads the graph later needs no table.
     """
-    return plan_scanned(scan_graphs(gm))
+    return plan_scanned(scan_graphs(gm), roles)
 
 
-def plan_scanned(scans: Iterable[GraphScan]) -> NormalizationPlan:
+def plan_scanned(scans: Collection[GraphScan], roles: RoleTable = DEFAULT_ROLES) -> NormalizationPlan:
     """`plan_normalization` for graphs that were scanned already."""
     moves: list[Move] = []
     removals: list[Removal] = []
+    refused: dict[fx.Node, Removal] = {}
     for scan in scans:
         if scan.strays:
-            _plan_graph(scan, moves, removals)
+            _plan_graph(scan, roles, moves, removals, refused)
     at = MappingProxyType({move.target: move.payloads for move in moves})
-    return NormalizationPlan(tuple(moves), tuple(removals), at)
+    if roles is not DEFAULT_ROLES:
+        for scan in scans:
+            for start, launch in scan.launches.items():
+                if start not in at and store.verdict_for(start, launch, own := store.raw_payloads(start)).identity:
+                    verdict = store.verdict_for(start, launch, own, roles=roles)
+                    if verdict.code is not None:
+                        refused[start] = Removal(start, verdict.code, verdict.detail, verdict.code)
+    for start in at:
+        refused.pop(start, None)
+    return NormalizationPlan(tuple(moves), tuple(removals), MappingProxyType(refused), at)
 
 
 def apply_normalization(gm: fx.GraphModule, plan: NormalizationPlan) -> bool:
@@ -109,7 +152,7 @@ def apply_normalization(gm: fx.GraphModule, plan: NormalizationPlan) -> bool:
         return False
     modules = [m for module in graph_modules(gm) for m in (module, *(body for body, _ in wrapped_bodies(module)))]
     live = {node for module in modules for node in module.graph.nodes}
-    touched = [n for m in plan.moves for n in (m.origin, m.target)] + [r.node for r in plan.removals]
+    touched = [n for m in plan.moves for n in (m.origin, m.target)] + [r.node for r in plan.removals] + [*plan.refused]
     for node in touched:
         if node not in live:
             raise ValueError(
@@ -121,16 +164,24 @@ def apply_normalization(gm: fx.GraphModule, plan: NormalizationPlan) -> bool:
         store.put(move.origin, {})
     for removal in plan.removals:
         store.put(removal.node, {})
+    for start, removal in plan.refused.items():
+        store.drop(start, removal.lost_as, PASS_NAME, removal.detail)
     return True
 
 
-def normalize(gm: fx.GraphModule) -> bool:
+def normalize(gm: fx.GraphModule, *, roles: RoleTable = DEFAULT_ROLES) -> bool:
     """Bring every payload of the graph and its sub-graphs to its start node, remove the rest.
+
+    A start node whose only payloads fit nowhere says so: its absence is ``dropped`` by ``normalize``, with the code.
+
+    Args:
+        gm: the graph.
+        roles: role × transport rows, see `plan_normalization`.
 
     Returns:
         Whether anything changed; a second call returns False.
     """
-    return apply_normalization(gm, plan_normalization(gm))
+    return apply_normalization(gm, plan_normalization(gm, roles=roles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,31 +294,58 @@ def _merged(reaches: Iterable[_Reach]) -> _Reach:
     return result
 
 
-def _plan_graph(scan: GraphScan, moves: list[Move], removals: list[Removal]) -> None:
+def _plan_graph(
+    scan: GraphScan,
+    roles: RoleTable,
+    moves: list[Move],
+    removals: list[Removal],
+    refused: dict[fx.Node, Removal],
+) -> None:
     near = _Neighbourhood(scan.launches, scan.runners)
     fitting: dict[fx.Node, list[tuple[fx.Node, Identity]]] = {}
     reasons: dict[fx.Node, Removal] = {}
     for node in scan.strays:
-        found = _fit(node, near.of(node), scan.launches)
+        reach = near.of(node)
+        found = _fit(node, reach, scan.launches, roles)
         if isinstance(found, Removal):
             reasons[node] = found
+            if found.why is not None and reach.one is not None and found.why is not codes.SEQ_NR_COPY:
+                refused.setdefault(reach.one, found)
         else:
             start, identity = found
             fitting.setdefault(start, []).append((node, identity))
     for start, candidates in fitting.items():
-        (origin, first), *others = candidates
-        if all(identity == first for _, identity in others):
+        explicit = any(identity.explicit for _, identity in candidates)
+        chosen = [(node, identity) for node, identity in candidates if identity.explicit == explicit]
+        origin, first = chosen[0]
+        if all(_same(identity, first) for _, identity in chosen):
             moves.append(Move(origin, start, MappingProxyType(store.raw_payloads(origin))))
-            for node, _ in others:
-                reasons[node] = Removal(node, codes.REMOVED_PAYLOAD, f"the same payload moves to {start.name!r}")
+            refused.pop(start, None)
+            for node, identity in candidates:
+                if node is not origin:
+                    which = "the same payload" if identity.explicit == explicit else "an explicit payload"
+                    reasons[node] = Removal(node, codes.REMOVED_PAYLOAD, f"{which} moves to {start.name!r}")
         else:
             for node, _ in candidates:
                 detail = f"{len(candidates)} nodes beside {start.name!r} carry different payloads"
                 reasons[node] = Removal(node, codes.AMBIGUOUS_PAYLOAD, detail)
+            if _is_bare(start):
+                refused.setdefault(start, reasons[origin])
     removals += [reasons[n] for n in scan.strays if n in reasons]
 
 
-def _fit(node: fx.Node, reach: _Reach, launches: Mapping[fx.Node, Launch]) -> tuple[fx.Node, Identity] | Removal:
+def _same(one: Identity, other: Identity) -> bool:
+    """Whether two payloads say the same; the order of parameter names says nothing."""
+    return one == other or (
+        sorted(one.params or ()) == sorted(other.params or ())
+        and (one.params is None) == (other.params is None)
+        and replace(one, params=None) == replace(other, params=None)
+    )
+
+
+def _fit(
+    node: fx.Node, reach: _Reach, launches: Mapping[fx.Node, Launch], roles: RoleTable
+) -> tuple[fx.Node, Identity] | Removal:
     """The start node that the payload of ``node`` belongs to and what it says there, or why there is none."""
     if reach.several:
         code = codes.AMBIGUOUS_PAYLOAD if reach.bare else codes.REMOVED_PAYLOAD
@@ -275,13 +353,22 @@ def _fit(node: fx.Node, reach: _Reach, launches: Mapping[fx.Node, Launch]) -> tu
     start = reach.one
     if start is None:
         return Removal(node, codes.REMOVED_PAYLOAD, "it lies beside no collective")
+    payloads = store.raw_payloads(node)
+    verdict = store.verdict_for(start, launches[start], payloads, roles=roles)
     if not reach.bare:
+        if verdict.identity is not None and verdict.identity.explicit and _only_inferred(start, launches[start]):
+            return start, verdict.identity
         had = "a payload of its own" if store.has_payload(start) else "lost its identity in a pass"
         return Removal(node, codes.REMOVED_PAYLOAD, f"{start.name!r} has {had}")
-    payloads = store.raw_payloads(node)
     if store.key_of(node) not in payloads:
         return Removal(node, codes.REMOVED_PAYLOAD, f"{codes.SEQ_NR_COPY}: only a copied forward payload")
-    verdict = store.verdict_for(start, launches[start], payloads)
     if verdict.identity is None:
-        return Removal(node, codes.REMOVED_PAYLOAD, f"not valid at {start.name!r}: {verdict.code}: {verdict.detail}")
+        detail = f"not valid at {start.name!r}: {verdict.code}: {verdict.detail}"
+        return Removal(node, codes.REMOVED_PAYLOAD, detail, verdict.code)
     return start, verdict.identity
+
+
+def _only_inferred(start: fx.Node, launch: Launch) -> bool:
+    """Whether what the start node says is a guess that an explicit word replaces; a merged node's is none."""
+    own = store.verdict_for(start, launch, store.raw_payloads(start)).identity
+    return own is not None and not own.explicit and store.members_of(start) is None and store.dropped_of(start) is None

@@ -144,15 +144,17 @@ def verdict_for(
         return parse(raw, transport=launch.transport, node_group=launch.group, roles=roles)
     if key == BACKWARD_KEY and KEY in payloads:
         return Verdict(None, codes.SEQ_NR_COPY, f"{node.name} runs in backward and has no {BACKWARD_KEY!r}")
+    if key == KEY and BACKWARD_KEY in payloads:
+        return Verdict(None, codes.BACKWARD_ONLY, f"{node.name} runs in forward and has no {KEY!r}")
     return _NO_PAYLOAD
 
 
-def identity_of(node: fx.Node) -> Identity | None:
+def identity_of(node: fx.Node, *, roles: RoleTable = DEFAULT_ROLES) -> Identity | None:
     """The valid identity of a start node, else None: also for other nodes, which never carry one."""
-    return verdict_of(node).identity
+    return verdict_of(node, roles=roles).identity
 
 
-def absence_of(node: fx.Node) -> Absence | None:
+def absence_of(node: fx.Node, *, roles: RoleTable = DEFAULT_ROLES) -> Absence | None:
     """Why the node has no identity; None when it has one, or is no collective and never was.
 
     An operator that swallowed a collective (fusion) is no start node but keeps its ``dropped`` absence.
@@ -161,7 +163,7 @@ def absence_of(node: fx.Node) -> Absence | None:
     dropped = dropped_of(node)
     if launch is None:
         return dropped
-    return absence_from(verdict_for(node, launch, raw_payloads(node)), dropped)
+    return absence_from(verdict_for(node, launch, raw_payloads(node), roles=roles), dropped)
 
 
 def absence_from(verdict: Verdict, dropped: Absence | None) -> Absence | None:
@@ -236,7 +238,7 @@ def drop(node: fx.Node, code: Code, pass_name: str, detail: str = "") -> None:
 
     Args:
         node: the node that is left, a collective or an operator that swallowed one.
-        code: one of the ``DROPPED_*`` codes.
+        code: one of the ``DROPPED_*`` codes; from normalisation, what made the payload count as absent.
         pass_name: the pass that answers for it.
         detail: what was lost, in words.
     """
