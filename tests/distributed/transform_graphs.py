@@ -26,7 +26,7 @@ class Graph:
 
     def build(self) -> fx.GraphModule:
         steps: list[Callable[[], None]] = [self.gathers, self.training, self.sums, self.products]
-        for step in self.rng.choices(steps, [3, 2, 3, 2], k=self.rng.randint(2, 5)):
+        for step in self.rng.choices(steps, [3, 2, 3, 2], k=self.rng.randint(1, 4)):
             step()
             if self.rng.random() < 0.2:  # what a step before or after it reads is written in between
                 numbers = [x for x in self.inputs if x.meta["val"].dtype is not torch.bool]
@@ -69,7 +69,7 @@ class Graph:
         """Parameters gathered, their gradients scattered in the other order and some of them reduced."""
         rng, b, gradients = self.rng, self.b, []
         dtypes = rng.sample(DTYPES[:4], rng.choice([1, 2]))
-        for _ in range(rng.randint(3, 6)):
+        for _ in range(rng.randint(2, 5)):
             sent, unit = self.sent(self.input(rng.choice(SHAPES), rng.choice(dtypes))), rng.choice("ab")
             full = b.all_gather(sent, group=self.group, size=self.ranks, role=UNSHARD, param_group=unit).wait
             gradients.append((b.call(aten.mul.Tensor, full, 3), unit))

@@ -28,7 +28,7 @@ from tests.distributed.launch import launch
 from tests.distributed.transform_graphs import Graph
 
 Values = list[torch.Tensor]
-AT_ONCE, BY_ALL = 64, 16  # graphs prepared before any runs; every sixteenth is prepared by each rank
+AT_ONCE, BY_ALL = 64, 32  # graphs prepared before any runs; every 32nd of them is prepared by each rank
 
 
 def fused(gm: fx.GraphModule) -> None:
@@ -149,8 +149,9 @@ def execute(code: str, inputs: Values) -> Values:
     """Outputs of a graph's code, and what it left in its inputs."""
     names = {"torch": torch, "device": torch.device, "operator": operator, "inf": math.inf, "nan": math.nan}
     exec(code, names)
-    own = [tensor.clone() for tensor in inputs]
-    return [*names["forward"](None, *own), *own]  # type: ignore[operator]
+    with torch.inference_mode():
+        own = [tensor.clone() for tensor in inputs]
+        return [*names["forward"](None, *own), *own]  # type: ignore[operator]
 
 
 class Runs:
