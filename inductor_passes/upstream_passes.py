@@ -6,7 +6,6 @@ this torch lacks is not listed. The order is that of ``post_grad.post_grad_passe
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from torch import fx
 from collective_identity import compat
 from collective_identity.transports import Transport, launch_of
 
-_FOLDER: Final = "torch._inductor.fx_passes"
+from .upstream import fx_passes_module, inductor_flag, inductor_option_exists
 
 GraphModulePass = Callable[[fx.GraphModule], None]
 
@@ -67,15 +66,11 @@ _SWITCHES: Final = (
 
 def all_switches() -> Mapping[str, Any]:
     """Every Inductor option of this torch that makes a pass rewrite collectives, switched on."""
-    from .upstream import inductor_option_exists
-
     return {name: value for name, value in _SWITCHES if inductor_option_exists(name)}
 
 
 def rewrites_collectives() -> bool:
     """Whether any of these passes is switched on, in this thread, now."""
-    from .upstream import inductor_flag, inductor_option_exists
-
     names = ("_estimat", "min_bytes", "skip_overlap", "insert_overlap", "collective_bucketing")
     return any(
         inductor_flag(name) not in (False, None, "none")
@@ -93,8 +88,6 @@ def hooks_survive() -> bool:
     The scheduler of 2.11 and 2.12 collapses fusion regions and puts them back by replacing a node by a tuple, which
     ``torch/fx/node.py`` cannot tell a replace hook (``replace_with.name``): it raises.
     """
-    from .upstream import inductor_flag, inductor_option_exists
-
     scheduler = "aten_distributed_optimizations.enable_overlap_scheduling"
     if compat.torch_version() >= (2, 13) or not inductor_option_exists(REGIONS) or not inductor_flag(scheduler):
         return True
@@ -109,7 +102,7 @@ def upstream_passes() -> Mapping[str, GraphModulePass]:
     found: dict[str, GraphModulePass] = {}
     for name, module, function in _ON_MODULE:
         try:
-            call = getattr(importlib.import_module(f"{_FOLDER}.{module}"), function)
+            call = getattr(fx_passes_module(module), function)
         except (ImportError, AttributeError):
             continue
         found[name] = _pass(name, call)
