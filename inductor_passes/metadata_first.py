@@ -116,6 +116,15 @@ def _all_reduces(original: Callable[..., Any]) -> Callable[..., Any]:
     return bucket
 
 
+def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's lowering of "FSDP collectives" takes every gather and scatter; not one that says it is something else."""
+
+    def replace(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        return False if _says(node) is False else original(node, *args, **kwargs)
+
+    return replace
+
+
 _WRAPS: Final = MappingProxyType(
     {
         "gather": _by_start,
@@ -125,6 +134,8 @@ _WRAPS: Final = MappingProxyType(
         "scatter in the bucketer": _by_transport("reduce_scatter"),
         "groups": _groups,
         "all-reduces": _all_reduces,
+        "low contention": _replacing,
+        "low contention with a target": _replacing,
     }
 )
 """How each of torch's classifiers is made to read identities first."""
@@ -201,7 +212,7 @@ _SWITCH: Final = _Switch()
 def _bindings() -> Iterator[_Binding]:
     version = compat.torch_version()
     for asked, name in CLASSIFIERS.items():
-        if version < name.since:
+        if version < name.since or (name.until is not None and version > name.until):
             continue
         module = _module(name.module)
         original = _checked(module, name)

@@ -633,7 +633,8 @@ class Classifier:
         module: where it is defined, below `FX_PASSES`.
         function: its name.
         parameters: names of its parameters.
-        since: first version that has it.
+        since: first version that has it so.
+        until: last one, None for every later one.
         rebound: modules that bind it again, each with the first version that does.
     """
 
@@ -641,14 +642,16 @@ class Classifier:
     function: str
     parameters: tuple[str, ...]
     since: tuple[int, int] = (2, 11)
+    until: tuple[int, int] | None = None
     rebound: tuple[tuple[str, tuple[int, int]], ...] = ()
 
 
+_REPLACED = ("low_contention_collectives", "_replace_collective", ("node", "graph", "symm_mem", "is_ag", "group_name"))
 _MANUAL = (("overlap_manual_scheduling", (2, 11)),)
 CLASSIFIERS: Mapping[str, Classifier] = MappingProxyType(
     {
         "gather": Classifier(
-            "fsdp", "is_fsdp_all_gather", ("n",), (2, 12), (("overlap_preserving_bucketer", (2, 12)),)
+            "fsdp", "is_fsdp_all_gather", ("n",), (2, 12), rebound=(("overlap_preserving_bucketer", (2, 12)),)
         ),
         "gather by wait": Classifier("fsdp", "is_fsdp_all_gather_wait", ("wait",)),
         "scatter by wait": Classifier("fsdp", "is_fsdp_reduce_scatter_wait", ("wait",)),
@@ -660,6 +663,8 @@ CLASSIFIERS: Mapping[str, Classifier] = MappingProxyType(
         "all-reduces": Classifier(
             "fsdp", "bucket_fsdp_all_reduce", ("gm", "bucket_cap_mb_by_bucket_idx", "fsdp_groups"), (2, 13)
         ),
+        "low contention": Classifier(*_REPLACED, (2, 13), (2, 13)),
+        "low contention with a target": Classifier(*_REPLACED[:2], (*_REPLACED[2], "target"), (2, 14)),
     }
 )
 """Every such function by what it is asked."""

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 import collective_identity as ci
-from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, absence_of, codes, identity_of, members_of
+from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, absence_of, codes, compat, identity_of, members_of
 from collective_identity.transports import Transport, launch_of
 from inductor_passes.decomposition import replaced
 from inductor_passes.metadata_first import metadata_first
@@ -98,6 +98,27 @@ def test_low_contention_forms_keep_their_own_identity(
     assert len(kept) == len(starts) == 2 and all("low_contention" in str(n.target) for n in starts)
     assert tuple(i.role if (i := identity_of(n)) else None for n in starts) == roles
     assert not shared_dicts(gm) and not old & {id(n.meta.get("custom")) for n in starts}
+
+
+@pytest.mark.parametrize(("roles", "swapped"), [
+    ((TP_GATHER, PARAM_UNSHARD), [PARAM_UNSHARD]), ((PARAM_UNSHARD, TP_GATHER), [PARAM_UNSHARD]),
+    ((TP_GATHER, None), [None]), ((TP_GATHER, "user.metric"), []),
+    ((PARAM_UNSHARD, PARAM_UNSHARD), [PARAM_UNSHARD] * 2),
+])
+def test_metadata_first_has_it_swap_what_does_not_say_it_is_anothers(
+    groups: dict[str, str], roles: tuple[str | None, str | None], swapped: list[str | None]
+) -> None:
+    """Torch documents the pass as one for FSDP's collectives, and has it take every gather and scatter."""
+    lower = upstream_passes().get("low_contention")
+    assert (lower is None) == (compat.torch_version() < (2, 13))
+    if lower is None:
+        return
+    gm = weights_and_activations(groups, roles)
+    with metadata_first(), reconciled(gm):
+        lower(gm)
+    said = {n: i.role if (i := identity_of(n)) else None for n in ci.start_nodes(gm)}
+    assert [role for n, role in said.items() if "low_contention" in str(n.target)] == swapped
+    assert tuple(said.values()) == roles and not shared_dicts(gm)
 
 
 def test_a_pass_that_swaps_fsdps_collectives_alone_asks_for_the_role(groups: dict[str, str]) -> None:
