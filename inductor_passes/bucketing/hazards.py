@@ -28,9 +28,17 @@ _FUNCTIONAL: Final = frozenset(
      "flex_attention_backward", "out_dtype", "inline_asm_elementwise"}
 )
 # Views by behaviour that the schema does not declare.
-_UNDECLARED_VIEWS: Final = frozenset({"aten::_unsafe_view"})
-# Operators on streams and events: they order everything around them.
-_ORDERING_NAMESPACES: Final = ("streams::",)
+_UNDECLARED_VIEWS: Final = frozenset(
+    {"aten::_unsafe_view", "_c10d_functional::_wrap_tensor_autograd", "inductor::_alloc_from_pool",
+     "inductor::_reinterpret_tensor"}
+)
+# Writes likewise, besides those of operators whose names end in "_" (``inductor::resize_storage_bytes_``).
+_UNDECLARED_WRITES: Final = frozenset(
+    {"fsdp::all_gather_copy_in", "_c10d_functional::isend", "_c10d_functional::irecv",
+     "_c10d_functional::batch_p2p_ops"}
+)
+# Operators on streams, events and process groups' own collectives: they order everything around them.
+_ORDERING_NAMESPACES: Final = ("streams::", "c10d::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +243,12 @@ def _schema_effect(
     writes: list[int | str] = []
     views: list[int | str] = []
     name = str(overload._schema.name)
+    undeclared = name in _UNDECLARED_WRITES or (name.endswith("_") and not overload._schema.is_mutable)
     for place, argument in enumerate(overload._schema.arguments):
-        if argument.alias_info is not None:
+        if undeclared:  # any of them, and what it yields may be one of them
+            writes.extend((place, argument.name))
+            views.extend((place, argument.name))
+        elif argument.alias_info is not None:
             (writes if argument.alias_info.is_write else views).extend((place, argument.name))
     if is_wait(node) or name in _UNDECLARED_VIEWS:
         views += [0, overload._schema.arguments[0].name]
