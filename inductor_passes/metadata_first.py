@@ -2,50 +2,40 @@
 
 Torch takes a collective for FSDP's by the shape of the graph. Inside `metadata_first` the functions that decide this
 ask the collective's identity; only one without a valid explicit identity is judged by shape, by torch's own function.
-What is replaced, by version (PyTorch ``torch/_inductor/fx_passes``):
-
-2.11 ``fsdp.is_fsdp_all_gather_wait``, ``fsdp.is_fsdp_reduce_scatter_wait``, ``bucketing.is_fsdp_all_gather``,
-``bucketing.is_fsdp_reduce_scatter`` and their rebinding in ``overlap_manual_scheduling``; 2.12 also
-``fsdp.is_fsdp_all_gather`` and its rebinding in ``overlap_preserving_bucketer``; from 2.13 on also
-``fsdp.identify_fsdp_groups`` and ``fsdp.bucket_fsdp_all_reduce``.
+What is replaced, by version, is `upstream.CLASSIFIERS`.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.utils._ordered_set import OrderedSet
 
 from collective_identity import classify, compat, identity_of, launch_of
 from collective_identity.roles import is_fsdp
 
-from .upstream import UnsupportedTorch
+from .upstream import (
+    ALL_REDUCES_BY_MB,
+    CLASSIFIERS,
+    FX_PASSES,
+    Classifier,
+    UnsupportedTorch,
+    fx_passes_module,
+    group_names,
+)
 
-_FOLDER: Final = "torch._inductor.fx_passes"
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class ForeignWrapper(RuntimeError):
     """Another package has replaced one of torch's classifiers already; the text names it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """One classifier: where it is defined, where it is bound again, its parameters, the first version that has it."""
-
-    module: str
-    function: str
-    parameters: tuple[str, ...]
-    since: tuple[int, int]
-    rebound: tuple[tuple[str, tuple[int, int]], ...]
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _says(start: object) -> bool | None:
@@ -62,7 +52,7 @@ def _by_start(original: Callable[..., Any]) -> Callable[..., Any]:
     return classifier
 
 
-def _by_transport(word: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _by_transport(word: str) -> Wrap:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def classifier(node: fx.Node, *args: Any, **kwargs: Any) -> bool:
             launch = launch_of(node)
@@ -85,8 +75,8 @@ def _by_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 def _groups(original: Callable[..., Any]) -> Callable[..., Any]:
     """A group is FSDP's because a collective on it is: one that says so, else one that looks so and says nothing."""
 
-    def classifier(gm: fx.GraphModule) -> tuple[OrderedSet[str], int | None]:
-        found: OrderedSet[str] = OrderedSet()
+    def classifier(gm: fx.GraphModule) -> tuple[Any, int | None]:
+        found: list[str] = []
         size: int | None = None
         for node, identity in classify(gm, rules="compatible").items():
             launch = launch_of(node)
@@ -94,9 +84,9 @@ def _groups(original: Callable[..., Any]) -> Callable[..., Any]:
                 continue
             if not identity.explicit and launch.transport.value != "all_gather":
                 continue
-            found.add(launch.group)
+            found.append(launch.group)
             size = launch.group_size if size is None else size
-        return found, size
+        return group_names(found), size
 
     return classifier
 
@@ -107,11 +97,11 @@ def _all_reduces(original: Callable[..., Any]) -> Callable[..., Any]:
     def bucket(
         gm: fx.GraphModule,
         bucket_cap_mb_by_bucket_idx: Callable[[int], float] | None = None,
-        fsdp_groups: OrderedSet[str] | None = None,
+        fsdp_groups: Any = None,
     ) -> None:
-        from torch._inductor.fx_passes import fsdp
-
-        by_mb = fsdp.bucket_all_reduce_by_mb
+        where, name = ALL_REDUCES_BY_MB
+        module = fx_passes_module(where)
+        by_mb = getattr(module, name)
 
         def filtered(gm: fx.GraphModule, cap: Any, filter_wait_node: Any = None, **kwargs: Any) -> Any:
             def mine(wait: fx.Node) -> bool:
@@ -120,43 +110,35 @@ def _all_reduces(original: Callable[..., Any]) -> Callable[..., Any]:
 
             return by_mb(gm, cap, filter_wait_node=mine, **kwargs)
 
-        with _bound(fsdp, "bucket_all_reduce_by_mb", filtered):
+        with _bound(module, name, filtered):
             original(gm, bucket_cap_mb_by_bucket_idx, fsdp_groups)
 
     return bucket
 
 
-_V: Final = {"11": (2, 11), "12": (2, 12), "13": (2, 13)}
-_NAMES: Final = (
-    _Name("fsdp", "is_fsdp_all_gather", ("n",), _V["12"], (("overlap_preserving_bucketer", _V["12"]),), _by_start),
-    _Name("fsdp", "is_fsdp_all_gather_wait", ("wait",), _V["11"], (), _by_wait),
-    _Name("fsdp", "is_fsdp_reduce_scatter_wait", ("wait",), _V["11"], (), _by_wait),
-    _Name(
-        "bucketing",
-        "is_fsdp_all_gather",
-        ("node", "all_node_ancestors"),
-        _V["11"],
-        (("overlap_manual_scheduling", _V["11"]),),
-        _by_transport("all_gather"),
-    ),
-    _Name(
-        "bucketing",
-        "is_fsdp_reduce_scatter",
-        ("node",),
-        _V["11"],
-        (("overlap_manual_scheduling", _V["11"]),),
-        _by_transport("reduce_scatter"),
-    ),
-    _Name("fsdp", "identify_fsdp_groups", ("gm",), _V["13"], (), _groups),
-    _Name(
-        "fsdp",
-        "bucket_fsdp_all_reduce",
-        ("gm", "bucket_cap_mb_by_bucket_idx", "fsdp_groups"),
-        _V["13"],
-        (),
-        _all_reduces,
-    ),
+def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's lowering of "FSDP collectives" takes every gather and scatter; not one that says it is something else."""
+
+    def replace(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        return False if _says(node) is False else original(node, *args, **kwargs)
+
+    return replace
+
+
+_WRAPS: Final = MappingProxyType(
+    {
+        "gather": _by_start,
+        "gather by wait": _by_wait,
+        "scatter by wait": _by_wait,
+        "gather in the bucketer": _by_transport("all_gather"),
+        "scatter in the bucketer": _by_transport("reduce_scatter"),
+        "groups": _groups,
+        "all-reduces": _all_reduces,
+        "low contention": _replacing,
+        "low contention with a target": _replacing,
+    }
 )
+"""How each of torch's classifiers is made to read identities first."""
 
 
 @contextmanager
@@ -229,12 +211,12 @@ _SWITCH: Final = _Switch()
 
 def _bindings() -> Iterator[_Binding]:
     version = compat.torch_version()
-    for name in _NAMES:
-        if version < name.since:
+    for asked, name in CLASSIFIERS.items():
+        if version < name.since or (name.until is not None and version > name.until):
             continue
         module = _module(name.module)
         original = _checked(module, name)
-        ours = name.wrap(original)
+        ours = _WRAPS[asked](original)
         ours.__module__, ours.__name__ = __name__, name.function
         yield _Binding(module, name.function, original, ours)
         for where, since in name.rebound:
@@ -249,15 +231,15 @@ def _bindings() -> Iterator[_Binding]:
 
 def _module(name: str) -> Any:
     try:
-        return importlib.import_module(f"{_FOLDER}.{name}")
+        return fx_passes_module(name)
     except ImportError as error:
         raise UnsupportedTorch(
-            f"metadata_first expects {_FOLDER}.{name} (torch 2.11 to 2.15), not found in torch {torch.__version__}: "
+            f"metadata_first expects {FX_PASSES}.{name} (torch 2.11 to 2.15), not found in torch {torch.__version__}: "
             "use a released torch in that range, or leave metadata_first out"
         ) from error
 
 
-def _checked(module: Any, name: _Name) -> Callable[..., Any]:
+def _checked(module: Any, name: Classifier) -> Callable[..., Any]:
     found: Any = getattr(module, name.function, None)
     if not inspect.isfunction(found) or found.__module__ != module.__name__ or hasattr(found, "__wrapped__"):
         _refuse(module, name.function, found, f"torch's own function ({', '.join(name.parameters)})")

@@ -6,18 +6,19 @@ this torch lacks is not listed. The order is that of ``post_grad.post_grad_passe
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
+import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 
 from collective_identity import compat
+from collective_identity.transports import Transport, launch_of
 
-_FOLDER: Final = "torch._inductor.fx_passes"
+from .upstream import fx_passes_module, inductor_flag, inductor_option_exists
 
 GraphModulePass = Callable[[fx.GraphModule], None]
 
@@ -65,15 +66,11 @@ _SWITCHES: Final = (
 
 def all_switches() -> Mapping[str, Any]:
     """Every Inductor option of this torch that makes a pass rewrite collectives, switched on."""
-    from .upstream import inductor_option_exists
-
     return {name: value for name, value in _SWITCHES if inductor_option_exists(name)}
 
 
 def rewrites_collectives() -> bool:
     """Whether any of these passes is switched on, in this thread, now."""
-    from .upstream import inductor_flag, inductor_option_exists
-
     names = ("_estimat", "min_bytes", "skip_overlap", "insert_overlap", "collective_bucketing")
     return any(
         inductor_flag(name) not in (False, None, "none")
@@ -91,8 +88,6 @@ def hooks_survive() -> bool:
     The scheduler of 2.11 and 2.12 collapses fusion regions and puts them back by replacing a node by a tuple, which
     ``torch/fx/node.py`` cannot tell a replace hook (``replace_with.name``): it raises.
     """
-    from .upstream import inductor_flag, inductor_option_exists
-
     scheduler = "aten_distributed_optimizations.enable_overlap_scheduling"
     if compat.torch_version() >= (2, 13) or not inductor_option_exists(REGIONS) or not inductor_flag(scheduler):
         return True
@@ -107,7 +102,7 @@ def upstream_passes() -> Mapping[str, GraphModulePass]:
     found: dict[str, GraphModulePass] = {}
     for name, module, function in _ON_MODULE:
         try:
-            call = getattr(importlib.import_module(f"{_FOLDER}.{module}"), function)
+            call = getattr(fx_passes_module(module), function)
         except (ImportError, AttributeError):
             continue
         found[name] = _pass(name, call)
@@ -117,7 +112,7 @@ def upstream_passes() -> Mapping[str, GraphModulePass]:
 
 def _pass(name: str, call: Callable[..., Any]) -> GraphModulePass:
     def run(gm: fx.GraphModule) -> None:
-        given = _arguments(name, call)
+        given = _arguments(gm, call)
         on_graph = next(iter(inspect.signature(call).parameters)) == "graph"
         with symmetric_memory() if name in ("micro_pipeline_tp", "low_contention") else nullcontext():
             with inductor_config.patch(dict(all_switches())), _fake_mode(gm):  # type: ignore[attr-defined]
@@ -128,19 +123,42 @@ def _pass(name: str, call: Callable[..., Any]) -> GraphModulePass:
     return run
 
 
-def _arguments(name: str, call: Callable[..., Any]) -> dict[str, Any]:
+def _arguments(gm: fx.GraphModule, call: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(call).parameters
+    parts, reduces = _parts(gm)
     given: dict[str, Any] = {
         "bucket_size_mb": 25,
         "bucket_cap_mb": 100.0,
         "bucket_cap_mb_by_bucket_idx": None,
         "collective_bucketing": True,
-        "insert_overlap_deps": True,
+        "insert_overlap_deps": not reduces or "module_bucket_plans" not in parameters,
         "compute_estimator": "analytical",
         "custom_runtime_estimation": _runtime,
-        "module_bucket_plans": [""],
+        "module_bucket_plans": list(dict.fromkeys(parts.values())),
+        "module_stack_fn": lambda node: [(parts[node], torch.nn.Module)],
     }
     return {key: value for key, value in given.items() if key in parameters}
+
+
+def _parts(gm: fx.GraphModule) -> tuple[dict[fx.Node, str], bool]:
+    """A module's path for each node, as the manual scheduler asks for, and whether the graph holds an all-reduce.
+
+    A new one at each fourth collective and behind each all-reduce: on a part in which one reduces what another, later
+    merged, has scattered the scheduler of 2.13 raises (it puts the bucket behind its last member and leaves what uses
+    the first where it was), and that of 2.14 on any such graph when it adds dependencies (they form a ring).
+    """
+    found: dict[fx.Node, str] = {}
+    part = held = 0
+    reduced = reduces = False
+    for node in gm.graph.nodes:
+        launch = launch_of(node)
+        if launch is not None:
+            if held == 4 or reduced:
+                part, held = part + 1, 0
+            held, reduced = held + 1, launch.transport is Transport.ALL_REDUCE
+            reduces |= reduced
+        found[node] = f"model.part{part}"
+    return found, reduces
 
 
 def _post_grad(gm: fx.GraphModule) -> None:

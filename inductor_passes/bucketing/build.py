@@ -90,7 +90,7 @@ def sent_by(member: fx.Node) -> fx.Node:
 def _flat(build: NodeBuilder, node: fx.Node, rows: int, dtype: torch.dtype, into: list[fx.Node]) -> fx.Node:
     """The tensor in one dimension, or in one row per rank; as bytes where the bucket's type is another."""
     value = build.value(node)
-    if value.dtype is not dtype and not value.is_contiguous():
+    if value.dtype is not dtype and (value.is_neg() or not value.is_contiguous()):  # bytes have no sign to be applied
         node = build.call(_ATEN.clone.default, (node,), into, memory_format=torch.contiguous_format)
     size = _elements(node, rows)
     node = build.reshape(node, [rows, size] if rows > 1 else [size], into)

@@ -14,7 +14,7 @@ from torch import fx
 
 from collective_identity import compat
 from collective_identity.subgraphs import submodule_of
-from collective_identity.transports import is_start, is_wait
+from collective_identity.transports import is_start, is_wait, launch_of
 
 # Python functions that FX graphs hold besides operators: `operator` on sizes and lists, `math`, torch.sym_*.
 _PURE_MODULES: Final = frozenset({"_operator", "math"})
@@ -28,9 +28,17 @@ _FUNCTIONAL: Final = frozenset(
      "flex_attention_backward", "out_dtype", "inline_asm_elementwise"}
 )
 # Views by behaviour that the schema does not declare.
-_UNDECLARED_VIEWS: Final = frozenset({"aten::_unsafe_view"})
-# Operators on streams and events: they order everything around them.
-_ORDERING_NAMESPACES: Final = ("streams::",)
+_UNDECLARED_VIEWS: Final = frozenset(
+    {"aten::_unsafe_view", "_c10d_functional::_wrap_tensor_autograd", "inductor::_alloc_from_pool",
+     "inductor::_reinterpret_tensor"}
+)
+# Writes likewise, besides those of operators whose names end in "_" (``inductor::resize_storage_bytes_``).
+_UNDECLARED_WRITES: Final = frozenset(
+    {"fsdp::all_gather_copy_in", "_c10d_functional::isend", "_c10d_functional::irecv",
+     "_c10d_functional::batch_p2p_ops"}
+)
+# Operators on streams, events and process groups' own collectives: they order everything around them.
+_ORDERING_NAMESPACES: Final = ("streams::", "c10d::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,8 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
 
     Memory is told apart by what views declare, and by the storages of ``meta['val']`` where tracing recorded
     that two values share one. A write is ordered against every read of the same memory; a node of unknown
-    behaviour against everything.
+    behaviour against everything. A collective is under way until it is waited for: the wait reads what was sent,
+    and writes what an in-place or out= form receives into.
 
     Args:
         nodes: the graph's nodes in order.
@@ -90,6 +99,11 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
     memory = _Memory(nodes, effects, index)
     of_interest = {memory.root(index[node]) for node in watched if node in index}
     written = {memory.root(index[w]) for e in effects for w in e.writes}
+    received = {
+        memory.root(index[w]) for node, e in zip(nodes, effects, strict=True) if e.writes and is_start(node)
+        for w in e.writes
+    }
+    sent: dict[int, list[int]] = {}  # what is under way, by what it yields
 
     before: dict[int, list[int]] = {}
     readers: dict[int, list[int]] = {}
@@ -115,6 +129,13 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
                 needs.append(last_ordered)
             last_ordered = i
         targets = {memory.root(index[w]) for w in effect.writes}
+        reads = {memory.root(index[read]) for read in node.all_input_nodes} if written else set()
+        if written and is_wait(node):  # hands on memory without reading it
+            root = memory.root(i)
+            targets.update({root} & received)
+            reads = set(sent.pop(root, ()))
+        elif written and (launch := launch_of(node)) is not None:
+            sent.setdefault(memory.root(i), []).extend(memory.root(index[one]) for one in launch.inputs)
         for root in targets:
             needs += readers.pop(root, ())
             if root in writer:
@@ -122,13 +143,10 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
             writer[root] = i
         if not targets.isdisjoint(of_interest):
             touching.append(i)
-        if written and not is_wait(node):  # a wait hands on memory without reading it
-            for read in node.all_input_nodes:
-                root = memory.root(index[read])
-                if root in written and root not in targets:
-                    if root in writer:
-                        needs.append(writer[root])
-                    readers.setdefault(root, []).append(i)
+        for root in reads & written - targets:
+            if root in writer:
+                needs.append(writer[root])
+            readers.setdefault(root, []).append(i)
         if needs:
             before[i] = needs
     return Hazards(MappingProxyType(before), tuple(touching))
@@ -225,8 +243,12 @@ def _schema_effect(
     writes: list[int | str] = []
     views: list[int | str] = []
     name = str(overload._schema.name)
+    undeclared = name in _UNDECLARED_WRITES or (name.endswith("_") and not overload._schema.is_mutable)
     for place, argument in enumerate(overload._schema.arguments):
-        if argument.alias_info is not None:
+        if undeclared:  # any of them, and what it yields may be one of them
+            writes.extend((place, argument.name))
+            views.extend((place, argument.name))
+        elif argument.alias_info is not None:
             (writes if argument.alias_info.is_write else views).extend((place, argument.name))
     if is_wait(node) or name in _UNDECLARED_VIEWS:
         views += [0, overload._schema.arguments[0].name]

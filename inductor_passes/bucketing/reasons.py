@@ -91,9 +91,14 @@ ALONE: Final = Code(
     "it is the only collective of its role and transport",
     "nothing to do",
 )
+REDUCE_OP: Final = Code(
+    "BK018", "reduce_op", "warning",
+    "its reduce operation is no name, so that nobody can say whether another's is the same",
+    "pass the operation by name, \"sum\" or \"avg\"",
+)
 
 REASONS: Final = by_id(
     NOT_REQUESTED, NO_ROLE, OTHER_ROLE, OTHER_FORM, GROUP_UNKNOWN, NO_META, SYMBOLIC_SIZE, LAYOUT,
-    OTHER_USERS, NO_WAIT, SIZES_DISAGREE, MUTATED, DEPENDS, PHASE, OVER_CAP, INCOMPATIBLE, ALONE,
+    OTHER_USERS, NO_WAIT, SIZES_DISAGREE, MUTATED, DEPENDS, PHASE, OVER_CAP, INCOMPATIBLE, ALONE, REDUCE_OP,
 )
 """Every refusal code by id."""

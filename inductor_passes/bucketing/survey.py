@@ -104,6 +104,8 @@ def _examine(
         return Refusal(node, reasons.OTHER_FORM, f"form {launch.form}, {len(launch.inputs)} inputs")
     if launch.group is None or (launch.group_size is None and launch.transport is not Transport.ALL_REDUCE):
         return Refusal(node, reasons.GROUP_UNKNOWN, f"group {launch.group}, group size {launch.group_size}")
+    if launch.reduce_op is None and launch.transport is not Transport.ALL_GATHER:
+        return Refusal(node, reasons.REDUCE_OP, "the reduce operation is an object or a node")
     for carrier in (launch.inputs[0], node):
         unfit = _unfit_value(node, carrier)
         if unfit is not None:

@@ -57,6 +57,7 @@ class GatherMatmul:
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         """(what is read, by whom it is read now) for every operand; all will be read at `first`."""
         operands = [(self.start.args[0], self.start), *((p.args[1], p) for p in self.products)]
+        operands += [(self.gathered, p) for p in self.products]
         return tuple((read, by) for read, by in operands if isinstance(read, fx.Node))
 
 

@@ -58,46 +58,51 @@ class Look:
                 store.clear(node)
 
 
-def compare(rank: int, ranks: int, stamped: bool) -> dict[str, Any]:
-    """Eager FSDP2 against the captured model of every case, with the producers' payloads or without any."""
+def compiled(case: Case, rank: int, stamped: bool, eager: nn.Module, expected: list[float]) -> dict[str, Any]:
+    """The captured model against eager FSDP2, with the producers' payloads or without any."""
+    torch._dynamo.reset()
+    look = Look(clear=not stamped)
+    with ci.enable():
+        model = fsdp_hooks.install(prepared(case))
+        options: dict[str, Any] = {
+            "inner": "aot_eager", "order": "fqn", "fqns": [n for n, _ in model.named_parameters()],
+            "pre_passes": [look],
+        }
+        call = torch.compile(model, backend="collective_identity", fullgraph=True, options=options)
+        found = train(model, call, rank)
+        report = ci.report().to_dict()
+    pairs = zip(eager.parameters(), model.parameters(), strict=True)
+    return {
+        "loss": max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True)),
+        "param": max((a._local_tensor - b._local_tensor).abs().max().item() for a, b in pairs),  # type: ignore[attr-defined]
+        "roles": look.roles,
+        "plans": [p["summary"] for g in report["graphs"] for p in g["passes"] if p["name"] == "bucket"],
+        "counts": report["counts"],
+    }
+
+
+def compare(rank: int, ranks: int) -> dict[tuple[str, bool], dict[str, Any]]:
+    """Every case, by name and whether it was stamped."""
     warnings.simplefilter("ignore")
     results = {}
     for name, case in CASES.items():
-        torch._dynamo.reset()
         eager = prepared(case)
         expected = train(eager, eager, rank)
-        look = Look(clear=not stamped)
-        with ci.enable():
-            model = fsdp_hooks.install(prepared(case))
-            options: dict[str, Any] = {
-                "inner": "aot_eager", "order": "fqn", "fqns": [n for n, _ in model.named_parameters()],
-                "pre_passes": [look],
-            }
-            call = torch.compile(model, backend="collective_identity", fullgraph=True, options=options)
-            found = train(model, call, rank)
-            report = ci.report().to_dict()
-        pairs = zip(eager.parameters(), model.parameters(), strict=True)
-        results[name] = {
-            "loss": max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True)),
-            "param": max((a._local_tensor - b._local_tensor).abs().max().item() for a, b in pairs),  # type: ignore[attr-defined]
-            "roles": look.roles,
-            "plans": [p["summary"] for g in report["graphs"] for p in g["passes"] if p["name"] == "bucket"],
-            "counts": report["counts"],
-        }
+        for stamped in (True, False):
+            results[name, stamped] = compiled(case, rank, stamped, eager, expected)
     return results
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[bool, list[dict[str, Any]]]:
-    return {stamped: launch(compare, 4, stamped, timeout=250) for stamped in (True, False)}
+def runs() -> list[dict[tuple[str, bool], dict[str, Any]]]:
+    return launch(compare, 4, timeout=250)
 
 
 @pytest.mark.distributed
-@pytest.mark.long
 @pytest.mark.parametrize("name", list(CASES))
-def test_stamped(runs: dict[bool, list[dict[str, Any]]], name: str) -> None:
+def test_stamped(runs: list[dict[tuple[str, bool], dict[str, Any]]], name: str) -> None:
     """Bit for bit what eager FSDP2 computes: `order="fqn"` lays buckets out as it does."""
-    for result in (rank[name] for rank in runs[True]):
+    for result in (rank[name, True] for rank in runs):
         assert (result["loss"], result["param"]) == (0.0, 0.0)
         roles = {node: role for graph in result["roles"] for node, role in graph.items()}
         assert set(CASES[name].others) < set(roles.values()) and None in roles.values()
@@ -113,11 +118,10 @@ def test_stamped(runs: dict[bool, list[dict[str, Any]]], name: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.long
 @pytest.mark.parametrize("name", list(CASES))
-def test_unstamped(runs: dict[bool, list[dict[str, Any]]], name: str) -> None:
+def test_unstamped(runs: list[dict[tuple[str, bool], dict[str, Any]]], name: str) -> None:
     """Structure may take another's gather for FSDP's; nothing is merged on a guess, and values stay."""
-    for result in (rank[name] for rank in runs[False]):
+    for result in (rank[name, False] for rank in runs):
         assert result["loss"] <= 1e-6 and result["param"] <= 1e-6
         assert result["counts"]["explicit"] == 0
         assert len(result["plans"]) == 2 and all(not plan["buckets"] for plan in result["plans"])

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import random
+import math
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,128 +23,114 @@ from torch import fx
 
 from collective_identity import identity_of, members_of, start_nodes, store
 from inductor_passes import bucket_collectives, dedup_reduce_scatters, fuse_tensor_parallel
+from inductor_passes.overlap import apply_overlap, plan_overlap
 from tests.distributed.launch import launch
-from tests.graphs import Builder, aten
+from tests.distributed.transform_graphs import Graph
 
-UNSHARD, REDUCE, REPLICATE = "fsdp.param_unshard", "fsdp.grad_reduce_shard", "fsdp.grad_replicate_reduce"
-SHAPES: list[tuple[int, ...]] = [(4, 3), (8,), (4, 1, 5), (0, 3), (4, 0), (12, 2)]
-
-
-class Graph:
-    """Gathers, gradients scattered and added up, and tensor-parallel products, from one seed."""
-
-    def __init__(self, seed: int, group: str, ranks: int) -> None:
-        self.rng, self.b, self.group, self.ranks = random.Random(seed), Builder(), group, ranks
-        self.outputs: list[fx.Node] = []
-        self.count = 0
-
-    def build(self) -> fx.GraphModule:
-        steps: list[Callable[[], None]] = [self.gathers, self.sums, self.products]
-        for step in self.rng.choices(steps, [3, 3, 2], k=self.rng.randint(2, 5)):
-            step()
-        self.b.output(*self.outputs)
-        return self.b.module()
-
-    def input(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.Node:
-        self.count += 1
-        first = next(iter(self.b.graph.nodes), None)
-        if first is None:
-            return self.b.placeholder(f"x{self.count}", shape, dtype=dtype)
-        with self.b.graph.inserting_before(first):
-            return self.b.placeholder(f"x{self.count}", shape, dtype=dtype)
-
-    def role(self, fsdp: str) -> dict[str, Any]:
-        role = self.rng.choices([fsdp, "tp.other", None], [6, 1, 1])[0]
-        return {} if role is None else {"role": role, "param_group": self.rng.choice("ab")}
-
-    def gathers(self) -> None:
-        rng, b = self.rng, self.b
-        for _ in range(rng.randint(2, 5)):
-            x = self.input(rng.choice(SHAPES), rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
-            made = b.all_gather(x, group=self.group, size=self.ranks, **self.role(UNSHARD))
-            self.outputs += [made.wait, *([b.wait(made.start)] if rng.random() < 0.2 else [])]
-
-    def sums(self) -> None:
-        rng, b = self.rng, self.b
-        dtype, shape = rng.choice([torch.float32, torch.float64]), (4 * self.ranks, rng.choice([1, 3]))
-        shard = (4, shape[1])
-        values = []
-        for _ in range(rng.randint(2, 6)):
-            x = b.call(aten.mul.Tensor, self.input(shape, dtype), 2)
-            made = b.reduce_scatter(x, group=self.group, size=self.ranks, op="sum", **self.role(REDUCE))
-            values.append(made.wait)
-            if rng.random() < 0.2:
-                self.outputs.append(made.wait)
-        values += [self.input(shard, dtype) for _ in range(rng.randint(0, 2))]
-        rng.shuffle(values)
-        while len(values) > 1:
-            scale = {"alpha": 2} if rng.random() < 0.1 else {}
-            left, right = values.pop(rng.randrange(len(values))), values.pop(rng.randrange(len(values)))
-            values.append(b.call(aten.add.Tensor, left, right, **scale))
-        total = values[0]
-        if rng.random() < 0.5:
-            total = b.all_reduce(total, group=self.group, op="sum", **self.role(REPLICATE)).wait
-        self.outputs.append(total)
-
-    def products(self) -> None:
-        rng, b = self.rng, self.b
-        weights = [self.input((6, 4), torch.float64) for _ in range(rng.randint(1, 3))]
-        down = self.input((4, 5), torch.float64)
-        dim = rng.choice([0, 1])
-        x = b.call(aten.mul.Tensor, self.input((2, 4, 6), torch.float64), 1)
-        full = b.all_gather(x, group=self.group, size=self.ranks, role=rng.choice(["tp.in", UNSHARD])).wait
-        if dim:
-            full = b.cat([b.slice(full, 2 * i, 2 * i + 2) for i in range(self.ranks)], 1)
-        shape = list(full.meta["val"].shape)
-        flat = b.view(full, [-1, 6])
-        hidden = [b.call(aten.mm.default, flat, w) for w in weights]
-        self.outputs += hidden[1:] + ([full] if rng.random() < 0.3 else [])
-        out = b.view(b.call(aten.mm.default, hidden[0], down), [*shape[:-1], 5])
-        if dim:
-            size = shape[1] // self.ranks
-            out = b.cat([b.slice(out, i * size, (i + 1) * size, 1) for i in range(self.ranks)])
-        self.outputs.append(b.reduce_scatter(out, group=self.group, size=self.ranks, op="sum", role="tp.out").wait)
+Values = list[torch.Tensor]
+AT_ONCE, BY_ALL = 64, 32  # graphs prepared before any runs; every 32nd of them is prepared by each rank
 
 
-PASSES: dict[str, Callable[[fx.GraphModule], Any]] = {
+def fused(gm: fx.GraphModule) -> None:
+    fuse_tensor_parallel(gm, enabled=lambda group: True)
+
+
+def overlapped(gm: fx.GraphModule) -> None:
+    if apply_overlap(gm, plan_overlap(gm)):
+        gm.recompile()
+
+
+def everything(gm: fx.GraphModule) -> None:
+    for run in (fused, dedup_reduce_scatters, bucket_collectives, overlapped):
+        run(gm)
+
+
+PASSES: dict[str, Callable[[fx.GraphModule], object]] = {
     "bucket": bucket_collectives,
     "bucket by name": lambda gm: bucket_collectives(gm, order="fqn"),
     "bucket across units, as bytes": lambda gm: bucket_collectives(gm, order="graph", mixed_dtypes=True),
     "dedup": dedup_reduce_scatters,
     "dedup equals": lambda gm: dedup_reduce_scatters(gm, mixed="refuse"),
-    "fuse": lambda gm: fuse_tensor_parallel(gm, enabled=lambda group: True),
-    "all": lambda gm: (
-        fuse_tensor_parallel(gm, enabled=lambda group: True), dedup_reduce_scatters(gm), bucket_collectives(gm)
-    ),
+    "fuse": fused,
+    "overlap": overlapped,
+    "all": everything,
 }
 REASSOCIATES = ("dedup", "dedup equals", "fuse", "all")
 
 
-def inputs_for(gm: fx.GraphModule, seed: int, integers: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    row = []
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One graph before and after every pass, as code: one rank prepares it, all run it.
+
+    Attributes:
+        seed: that of the graph.
+        inputs: shape and element type of each.
+        before: its code.
+        after: by pass, the code, and how many collectives the pass took away.
+    """
+
+    seed: int
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    before: str
+    after: dict[str, tuple[str, int]]
+
+    @staticmethod
+    def of(seed: int, group: str, ranks: int) -> Prepared:
+        gm = Graph(seed, group, ranks).build()
+        said, count = roles(gm), len(start_nodes(gm))
+        values = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        after = {}
+        for name, run in PASSES.items():
+            changed = copied(gm)
+            with naming(seed, name, ranks):
+                run(changed)
+                changed.graph.lint()
+                found = roles(changed)
+                assert name == "all" or found == said, f"a role is neither there nor on record: {said}, {found}"
+            after[name] = (changed.code, count - len(start_nodes(changed)))
+        return Prepared(seed, tuple((tuple(v.shape), v.dtype) for v in values), gm.code, after)
+
+    def values(self, rank: int, integers: bool) -> Values:
+        """This rank's inputs: small integers, or any numbers."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + rank)
+        row = []
+        for shape, dtype in self.inputs:
+            tensor = torch.randn(shape, generator=generator) * 8
+            row.append((tensor.round().clamp(-2, 2) if integers else tensor).to(dtype))
+        return row
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph again, sharing no dict with the first."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            tensor = torch.randn(value.shape, generator=generator) * 8
-            row.append((tensor.round().clamp(-2, 2) if integers else tensor).to(value.dtype))
-    return row
+        new[node] = graph.node_copy(node, lambda n: new[n])
+        if "custom" in node.meta:
+            new[node].meta["custom"] = copy.deepcopy(node.meta["custom"])
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype is torch.bool else tensor.abs()
+@contextmanager
+def naming(seed: int, name: str, ranks: int) -> Iterator[None]:
+    """Say of any failure which graph and pass it is of."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"seed {seed}, pass {name!r}, {ranks} ranks: {error}") from error
 
 
 def roles(gm: fx.GraphModule) -> Counter[str]:
     """What producers said, on collectives, in the records of merged ones and in those of what was fused."""
     found: Counter[str] = Counter()
-    for node in start_nodes(gm):
+    starts = set(start_nodes(gm))
+    for node in starts:
         record, identity = members_of(node), identity_of(node)
         members = [identity] if record is None else [m.identity for m in record.members]
         found.update(m.role for m in members if m is not None and m.explicit)
     for node in gm.graph.nodes:
         record = members_of(node)
-        if store.dropped_of(node) is not None and node not in start_nodes(gm) and record is not None:
+        if node not in starts and store.dropped_of(node) is not None and record is not None:
             found.update(m.identity.role for m in record.members if m.identity is not None)
     return found
 
@@ -156,71 +145,90 @@ def fused_on_cpu() -> torch.library.Library:
     return library
 
 
-class Before:
-    """What one graph computes before any pass, for small integers and for any numbers; each asked for once."""
-
-    def __init__(self, rank: int, ranks: int, group: str, seed: int) -> None:
-        self.gm, self.ranks = Graph(seed, group, ranks).build(), ranks
-        self.roles, self.count = roles(self.gm), len(start_nodes(self.gm))
-        self._seed = 1000 * seed + rank
-        self._known: dict[bool, tuple[list[torch.Tensor], Any, Any]] = {}
-
-    def values(self, integers: bool) -> tuple[list[torch.Tensor], Any, Any]:
-        """Inputs, outputs, and the outputs for the inputs' magnitudes."""
-        if integers not in self._known:
-            tensors = inputs_for(self.gm, self._seed, integers)
-            magnitudes = None if integers else self.gm(*map(magnitude, tensors))
-            self._known[integers] = tensors, self.gm(*tensors), magnitudes
-        return self._known[integers]
-
-    def copied(self) -> fx.GraphModule:
-        """The graph again, sharing no dict with the first."""
-        graph = fx.Graph()
-        new: dict[fx.Node, fx.Node] = {}
-        for node in self.gm.graph.nodes:
-            new[node] = graph.node_copy(node, lambda n: new[n])
-            if "custom" in node.meta:
-                new[node].meta["custom"] = copy.deepcopy(node.meta["custom"])
-        return fx.GraphModule(torch.nn.Module(), graph)
+def execute(code: str, inputs: Values) -> Values:
+    """Outputs of a graph's code, and what it left in its inputs."""
+    names = {"torch": torch, "device": torch.device, "operator": operator, "inf": math.inf, "nan": math.nan}
+    exec(code, names)
+    with torch.inference_mode():
+        own = [tensor.clone() for tensor in inputs]
+        return [*names["forward"](None, *own), *own]  # type: ignore[operator]
 
 
-def check_one(before: Before, integers: bool, name: str, run: Callable[[fx.GraphModule], Any]) -> int:
-    """One graph before and after one pass; returns how many collectives the pass took away."""
-    gm = before.copied()
-    tensors, expected, magnitudes = before.values(integers)
-    addends = max(8 * before.ranks * before.ranks, 24 * before.ranks)  # what `sums` and `products` add up at most
-    run(gm)
-    gm.graph.lint()
-    if name != "all":
-        assert roles(gm) == before.roles, f"a role is neither there nor on record: {before.roles}, {roles(gm)}"
-    found = gm(*tensors)
-    for i, (x, y) in enumerate(zip(expected, found, strict=True)):
-        assert x.dtype == y.dtype and x.shape == y.shape, f"output {i} is {y.dtype} {y.shape}, not {x.dtype} {x.shape}"
-        if torch.equal(x, y):
-            continue
-        assert name in REASSOCIATES and magnitudes is not None and x.dtype.is_floating_point, (
-            f"output {i}: {(x - y).abs().max()} apart"
+class Runs:
+    """What one graph's codes compute on this rank: each asked for once, whichever passes end in it."""
+
+    def __init__(self, prepared: Prepared, rank: int) -> None:
+        self._prepared, self._rank = prepared, rank
+        self._known: dict[tuple[str, bool], Values] = {}
+        self._magnitudes: Values | None = None
+
+    def of(self, code: str, integers: bool) -> Values:
+        if (code, integers) not in self._known:
+            self._known[code, integers] = execute(code, self._prepared.values(self._rank, integers))
+        return self._known[code, integers]
+
+    def magnitudes(self) -> Values:
+        """The outputs for the inputs' magnitudes: the sums of what is added up, without signs."""
+        if self._magnitudes is None:
+            inputs = [t if t.dtype is torch.bool else t.abs() for t in self._prepared.values(self._rank, False)]
+            self._magnitudes = execute(self._prepared.before, inputs)
+        return self._magnitudes
+
+
+def compare(prepared: Prepared, rank: int, ranks: int) -> None:
+    """One graph before and after every pass. Every rank takes the same turns: what it runs communicates."""
+    runs = Runs(prepared, rank)
+    addends = max(8 * ranks * ranks, 24 * ranks)  # what `sums` and `products` add up at most
+    for name, (code, _) in prepared.after.items():
+        integers = name == "all" or (ranks > 2 and name not in REASSOCIATES) or prepared.seed % 2 == 0
+        reassociated = name in REASSOCIATES and not integers
+        expected, found = runs.of(prepared.before, integers), runs.of(code, integers)
+        magnitudes = runs.magnitudes() if reassociated else expected
+        with naming(prepared.seed, name, ranks):
+            for i, (x, y, m) in enumerate(zip(expected, found, magnitudes, strict=True)):
+                assert (x.dtype, x.shape) == (y.dtype, y.shape), f"output {i} is {y.dtype} {y.shape}"
+                if torch.equal(x, y):
+                    continue
+                apart = (x - y).abs()
+                assert reassociated and x.dtype.is_floating_point, f"output {i}: {apart.max()} apart"
+                assert bool((apart <= addends * torch.finfo(x.dtype).eps * m.abs()).all()), f"output {i}: {apart.max()}"
+
+
+def check(group: dist.ProcessGroup, seeds: Sequence[int]) -> dict[str, int]:
+    """Every graph before and after every pass, on the ranks of a group; how many collectives each took away."""
+    rank, ranks = group.rank(), group.size()
+    saved: Counter[str] = Counter(dict.fromkeys(PASSES, 0))
+    for first in range(0, len(seeds), AT_ONCE):
+        some = seeds[first:first + AT_ONCE]
+        ours = [seed for i, seed in enumerate(some) if i % ranks == rank or i % BY_ALL == 0]
+        everybodys: list[Any] = [None] * ranks
+        dist.all_gather_object(
+            everybodys, [Prepared.of(seed, group.group_name, ranks) for seed in ours], group=group
         )
-        limit = addends * torch.finfo(x.dtype).eps * magnitudes[i].abs()
-        assert bool(((x - y).abs() <= limit).all()), f"output {i}: {(x - y).abs().max()} apart"
-    return before.count - len(start_nodes(gm))
-
-
-def check(rank: int, ranks: int, seeds: list[int]) -> dict[str, int]:
-    """Every graph before and after every pass; returns how many collectives each pass took away."""
-    library = fused_on_cpu()
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    saved: Counter[str] = Counter()
-    for seed in seeds:
-        before = Before(rank, ranks, group, seed)
-        for name, run in PASSES.items():
-            integers = name == "all" or (ranks > 2 and name not in REASSOCIATES) or seed % 2 == 0
-            try:
-                saved[name] += check_one(before, integers, name, run)
-            except Exception as error:
-                raise AssertionError(f"seed {seed}, pass {name!r}, {ranks} ranks: {error}") from error
-    del library
+        by_seed: dict[int, Prepared] = {}
+        for one in (one for theirs in everybodys for one in theirs):
+            assert by_seed.setdefault(one.seed, one) == one, f"seed {one.seed}: ranks decide differently"
+        for seed in some:
+            compare(by_seed[seed], rank, ranks)
+            saved.update({name: fewer for name, (_, fewer) in by_seed[seed].after.items()})
     return dict(saved)
+
+
+def on_all(rank: int, ranks: int, seeds: Sequence[int]) -> dict[str, int]:
+    """Run these on all ranks."""
+    library = fused_on_cpu()
+    saved = check(dist.group.WORLD, seeds)  # type: ignore[arg-type]
+    del library
+    return saved
+
+
+def on_pairs_and_all(rank: int, ranks: int, in_pairs: Sequence[int], on_all: Sequence[int]) -> list[dict[str, int]]:
+    """In one launch: some on two ranks, the pairs sharing them out, others on all ranks."""
+    library = fused_on_cpu()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    saved = [check(pairs[rank // 2], in_pairs[rank // 2::ranks // 2]), check(dist.group.WORLD, on_all)]  # type: ignore[arg-type]
+    del library
+    return saved
 
 
 def main() -> int:
@@ -231,7 +239,7 @@ def main() -> int:
     given = parser.parse_args()
     print(f"seeds {given.seed} to {given.seed + given.graphs - 1} on {given.ranks} ranks", flush=True)
     seeds = list(range(given.seed, given.seed + given.graphs))
-    print(launch(check, given.ranks, seeds, timeout=5 * given.graphs)[0])
+    print(launch(on_all, given.ranks, seeds, timeout=60 + 5 * given.graphs)[0])
     return 0
 
 

@@ -4,17 +4,23 @@
 
 Ranks go through the graph in step. A reduction adds up in rank order, element by element, so what it yields
 does not depend on how elements are laid out, and a right bucket is equal bit for bit.
+
+A collective is under way until it is waited for: its result is no number before that, and nobody may write meanwhile
+to what it sends.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from collective_identity.subgraphs import wrapped_body
 from collective_identity.transports import Launch, Transport, is_wait, launch_of
 from inductor_passes.bucketing import Plan, bucket_collectives
 
@@ -45,10 +51,21 @@ def random_inputs(gm: fx.GraphModule, seed: int = 0) -> list[list[torch.Tensor]]
     return inputs
 
 
+@dataclass(frozen=True, eq=False)
+class UnderWay:
+    """One tensor that one collective sends on one rank: what it held, and what to put where in the end."""
+
+    sent: torch.Tensor
+    held: torch.Tensor
+    received: torch.Tensor
+    result: torch.Tensor
+
+
 def run(gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], seed: int = 0) -> list[Any]:
     """What each rank's graph returns. Inputs are written to if the graph writes to them."""
     torch.manual_seed(seed)
     env: dict[fx.Node, list[Any]] = {}
+    under_way: list[UnderWay] = []
     feeds = [iter(row) for row in inputs]
     for node in gm.graph.nodes:
         args = [fx.map_arg((node.args, node.kwargs), lambda n, r=rank: env[n][r]) for rank in range(WORLD)]
@@ -56,18 +73,51 @@ def run(gm: fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], seed: int 
         if node.op == "placeholder":
             env[node] = [next(feed) for feed in feeds]
         elif node.op == "get_attr":
-            env[node] = [getattr(gm, str(node.target))] * WORLD
+            env[node] = [operator.attrgetter(str(node.target))(gm)] * WORLD
         elif node.op == "output":
             return [a[0][0] for a in args]
         elif str(node.target).startswith("symm_mem.fused"):
             env[node] = _fused(str(node.target), [a for a, _ in args], [k for _, k in args])
         elif launch is not None:
-            env[node] = _collective(launch, [env[launch.inputs[0]][rank] for rank in range(WORLD)])
+            env[node] = _launched(node, launch, env, under_way)
         elif is_wait(node):
-            env[node] = [a[0][0] for a in args]
+            env[node] = [a[2] if wrapped_body(node) is not None else a[0] for a, _ in args]
+            for received in env[node]:
+                _arrived(received, under_way)
+        elif wrapped_body(node) is not None:
+            env[node] = [a[1](*a[2:]) for a, _ in args]
         else:
             env[node] = [node.target(*a, **k) for a, k in args]
     raise AssertionError("the graph has no output")
+
+
+def _launched(
+    node: fx.Node, launch: Launch, env: Mapping[fx.Node, list[Any]], under_way: list[UnderWay]
+) -> list[Any]:
+    """Start a collective: what each rank gets is no number until it is waited for."""
+    handles: list[list[torch.Tensor]] = [[] for _ in range(WORLD)]
+    several = launch.form == "coalesced"
+    for sent in ([env[i] for i in launch.inputs]):
+        results = _collective(launch, sent)
+        for rank, result in enumerate(results):
+            held = sent[rank].clone()
+            if launch.form == "out":
+                received = env[node.kwargs["out"]][rank]  # type: ignore[index]
+            else:
+                received = sent[rank] if str(node.target).rpartition(".")[0].endswith("_") else result.clone()
+            under_way.append(UnderWay(sent[rank], received if received is sent[rank] else held, received, result))
+            received.fill_(-99 if received.dtype is not torch.bool else True)
+            handles[rank].append(received)
+    return handles if several else [handle[0] for handle in handles]
+
+
+def _arrived(received: torch.Tensor, under_way: list[UnderWay]) -> None:
+    """Finish whatever writes to the memory of this tensor."""
+    memory = received.untyped_storage()._cdata
+    for one in [one for one in under_way if one.received.untyped_storage()._cdata == memory]:
+        assert torch.equal(one.sent, one.held), "written while a collective was sending it"
+        one.received.copy_(one.result)
+        under_way.remove(one)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -125,7 +175,8 @@ def _fused(name: str, args: list[Any], kwargs: list[Any]) -> list[Any]:
 
 
 def _reduce(op: str | None, parts: list[torch.Tensor]) -> torch.Tensor:
-    if op in ("min", "max"):
-        return functools.reduce(torch.minimum if op == "min" else torch.maximum, parts)
+    if op in ("min", "max", "product"):
+        combine = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}[op]
+        return functools.reduce(combine, parts)
     total = functools.reduce(torch.add, parts)
     return total / len(parts) if op == "avg" else total

@@ -152,3 +152,62 @@ def test_in_place_collectives_write() -> None:
     b.output(read)
     found, _ = edges(b, x)
     assert found == {(read.name, node.name)}
+
+
+@pytest.mark.parametrize("target", ["inductor.resize_storage_bytes_", "fsdp.all_gather_copy_in", "hazards.user_"])
+def test_writes_that_the_schema_does_not_declare(target: str) -> None:
+    import torch._inductor.compile_fx
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives  # defines fsdp.*
+
+    namespace, name = target.split(".")
+    library = torch.library.Library("hazards", "FRAGMENT")
+    if name == "user_":
+        library.define("user_(Tensor written) -> Tensor")
+    b = Builder()
+    x, y = b.placeholder("x"), b.placeholder("y")
+    read, apart = b.call(aten.sin.default, x), b.call(aten.sin.default, y)
+    args = {"resize_storage_bytes_": (x, 0), "all_gather_copy_in": ([x], x, [32], 32, 0), "user_": (x,)}[name]
+    node = b.graph.call_function(getattr(getattr(torch.ops, namespace), name).default, args)
+    late = b.call(aten.cos.default, x)
+    b.output(read, apart, late)
+    found, hazards = edges(b, x)
+    assert found == {(read.name, node.name), (node.name, late.name)} and len(hazards.writes) == 1
+
+
+def test_collectives_of_process_groups_themselves_order_everything() -> None:
+    """They declare no write, and the object that is waited for is no tensor."""
+    b = Builder()
+    x, y = b.placeholder("x"), b.placeholder("y")
+    read = b.call(aten.sin.default, x)
+    node = b.graph.call_function(torch.ops.c10d._allgather_base_.default, (y, y, "group"))
+    late = b.call(aten.cos.default, x)
+    b.output(read, late)
+    found, hazards = edges(b, x)
+    assert found == {(read.name, node.name), (node.name, late.name)} and len(hazards.writes) == 1
+
+
+@pytest.mark.parametrize("form", ["default", "in place", "out", "received"])
+def test_a_collective_is_under_way_until_it_is_waited_for(form: str) -> None:
+    """What it sends may be written behind its wait only, and what it receives into be read behind its wait only."""
+    functional = torch.ops._c10d_functional
+    b = Builder()
+    x, y = b.placeholder("x"), b.placeholder("y", (8, 8))
+    if form == "default":
+        start = b.all_gather(x).start
+        b.graph.erase_node(next(iter(start.users)))
+    else:
+        target, args, given = {
+            "in place": (functional.all_reduce_.default, (x, "sum", "dp"), {}),
+            "out": (functional.all_gather_into_tensor_out.default, (x, 2, "dp"), {"out": y}),
+            "received": (functional.broadcast_.default, (x, 0, "dp"), {}),
+        }[form]
+        start = b.graph.call_function(target, args, given)
+        start.meta["val"] = (y if form == "out" else x).meta["val"]
+    wait = b.wait(start)
+    into = {"out": y, "in place": x, "received": x}.get(form)
+    read = None if into is None else b.call(aten.sin.default, into)
+    write = b.graph.call_function(aten.mul_.Tensor, (x, 2))
+    b.output(write, *([] if read is None else [read]))
+    found, _ = edges(b, x)
+    assert (wait.name, write.name) in found
+    assert read is None or (wait.name, read.name) in found

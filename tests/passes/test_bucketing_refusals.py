@@ -179,6 +179,33 @@ def test_a_scatter_that_does_not_divide_is_left_alone() -> None:
     assert set(reasons(plan_buckets(finish(b, *made))).values()) == {"sizes_disagree"}
 
 
+@pytest.mark.parametrize("node", [False, True])
+def test_a_reduce_operation_that_is_no_name_is_left_alone(node: bool) -> None:
+    """An object, ``ReduceOp.PREMUL_SUM(2.0)``, or an input of the graph: two of them may differ."""
+    b = Builder()
+    sums, scatters = [], []
+    for i in range(4):
+        made = b.all_reduce(b.placeholder(f"x{i}"), role=REPLICATE)
+        scattered = b.reduce_scatter(b.placeholder(f"g{i}"), role=REDUCE)
+        if i < 2:
+            with b.graph.inserting_before(made.start):
+                op = b.graph.placeholder(f"op{i}") if node else Unprintable()
+            made.start.update_arg(1, op)
+            scattered.start.update_arg(1, op)
+        sums.append(made)
+        scatters.append(scattered)
+    plan = plan_buckets(finish(b, *sums, *scatters))
+    assert members(plan) == [names(*sums[2:]), names(*scatters[2:])]
+    assert reasons(plan) == dict.fromkeys(names(*sums[:2], *scatters[:2]), "reduce_op")
+
+
+class Unprintable:
+    """Stands for an object that is no constant of generated code."""
+
+    def __repr__(self) -> str:
+        return "None"
+
+
 def test_unlabelled_all_to_all_is_not_requested() -> None:
     b = Builder()
     x = b.placeholder("x")

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 import collective_identity as ci
-from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, absence_of, codes, identity_of, members_of
+from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, absence_of, codes, compat, identity_of, members_of
 from collective_identity.transports import Transport, launch_of
 from inductor_passes.decomposition import replaced
 from inductor_passes.metadata_first import metadata_first
@@ -66,6 +66,22 @@ def weights_and_activations(groups: dict[str, str], roles: tuple[str | None, str
     return finish(b, b.call(aten.mm.default, activation, b.call(aten.permute.default, weight, [1, 0])))
 
 
+def swap_all(gm: fx.GraphModule) -> None:
+    """What torch's pass does, for a torch that lacks it (before 2.13): the new node shares the old one's metadata."""
+    for start in ci.start_nodes(gm):
+        with gm.graph.inserting_before(start):
+            new = gm.graph.call_function(low_contention(), (start.args[0], start.args[2]))
+        new.meta.update(start.meta)
+        start.replace_all_uses_with(new)
+        gm.graph.erase_node(start)
+
+
+def low_contention() -> torch._ops.OpOverload:
+    import torch.distributed._symmetric_memory  # defines the operator
+
+    return torch.ops.symm_mem._low_contention_all_gather.default
+
+
 @pytest.mark.parametrize(
     "roles", [(TP_GATHER, PARAM_UNSHARD), (None, PARAM_UNSHARD), (TP_GATHER, None), (PARAM_UNSHARD, TP_GATHER)]
 )
@@ -77,16 +93,37 @@ def test_low_contention_forms_keep_their_own_identity(
     old = {id(n.meta["custom"]) for n in ci.start_nodes(gm) if "custom" in n.meta}
     kept = [n.meta for n in ci.start_nodes(gm)]  # alive, so that no id is used again
     with reconciled(gm):
-        upstream_passes()["low_contention"](gm)
+        upstream_passes().get("low_contention", swap_all)(gm)
     starts = ci.start_nodes(gm)
     assert len(kept) == len(starts) == 2 and all("low_contention" in str(n.target) for n in starts)
     assert tuple(i.role if (i := identity_of(n)) else None for n in starts) == roles
     assert not shared_dicts(gm) and not old & {id(n.meta.get("custom")) for n in starts}
 
 
+@pytest.mark.parametrize(("roles", "swapped"), [
+    ((TP_GATHER, PARAM_UNSHARD), [PARAM_UNSHARD]), ((PARAM_UNSHARD, TP_GATHER), [PARAM_UNSHARD]),
+    ((TP_GATHER, None), [None]), ((TP_GATHER, "user.metric"), []),
+    ((PARAM_UNSHARD, PARAM_UNSHARD), [PARAM_UNSHARD] * 2),
+])
+def test_metadata_first_has_it_swap_what_does_not_say_it_is_anothers(
+    groups: dict[str, str], roles: tuple[str | None, str | None], swapped: list[str | None]
+) -> None:
+    """Torch documents the pass as one for FSDP's collectives, and has it take every gather and scatter."""
+    lower = upstream_passes().get("low_contention")
+    assert (lower is None) == (compat.torch_version() < (2, 13))
+    if lower is None:
+        return
+    gm = weights_and_activations(groups, roles)
+    with metadata_first(), reconciled(gm):
+        lower(gm)
+    said = {n: i.role if (i := identity_of(n)) else None for n in ci.start_nodes(gm)}
+    assert [role for n, role in said.items() if "low_contention" in str(n.target)] == swapped
+    assert tuple(said.values()) == roles and not shared_dicts(gm)
+
+
 def test_a_pass_that_swaps_fsdps_collectives_alone_asks_for_the_role(groups: dict[str, str]) -> None:
     gm = weights_and_activations(groups, (TP_GATHER, PARAM_UNSHARD))
-    target = torch.ops.symm_mem._low_contention_all_gather.default
+    target = low_contention()
     for start, identity in ci.classify(gm).items():
         if identity is not None and identity.role == PARAM_UNSHARD:
             with gm.graph.inserting_before(start):
