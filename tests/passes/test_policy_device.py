@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy_device import compiler
-from tests.policy_device.runs import CASES, threads
-
-#: `python -m tests.policy_device.runs threads` takes minutes: a command of its own.
-IN_CI = tuple(case for case in CASES if case is not threads)
+from tests.policy_device.runs import CASES
 
 
 def test_second_device(tmp_path: Path) -> None:
@@ -24,10 +21,10 @@ def test_second_device(tmp_path: Path) -> None:
             pytest.fail(text)
         pytest.skip(text)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.policy_device.runs", *(case.__name__ for case in IN_CI)],
+        [sys.executable, "-m", "tests.policy_device.runs", *(case.__name__ for case in CASES)],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found) == {case.__name__ for case in IN_CI}
+    assert set(found) == {case.__name__ for case in CASES}
     assert {name: result["bad"] for name, result in found.items() if result["bad"]} == {}

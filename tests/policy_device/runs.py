@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import traceback
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.policy_case import Tables, aten, backend, install, mixed, policy, wrong
+from benchmarks.policy_case import aten, backend, policy, wrong
+from benchmarks.policy_graph import Tables, install, mixed
 from inductor_passes.device_policy import OperatorPolicy, register_policy
 
 from . import NAME
 
-ROUNDS = 50
 x, y = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
 
 
@@ -122,41 +120,12 @@ def close(out: Any, want: Any) -> list[str]:
     return [f"{o.tolist()} instead of {w.tolist()}" for o, w in pairs if not torch.allclose(o, w, atol=1e-5)]
 
 
-def threads() -> list[str]:
-    """Three threads, a policy each in turn, caches off; Dynamo's lock covers tracing, lazy backwards overlap."""
-    bad: list[str] = []
-    line = threading.Barrier(3)
-
-    def rounds(which: int) -> None:
-        try:
-            for number in range(ROUNDS):
-                name = "ABC"[(which + number) % 3]
-                code = mixed.__code__.replace(co_name=f"mixed_{which}_{number}")  # a new function for Dynamo
-                again = types.FunctionType(code, mixed.__globals__)
-                line.wait(120)
-                call = compiled(again, name, options={"force_disable_caches": True})
-                bad.extend(f"round {number} {name}: {one}" for one in wrong(call, name, NAME))
-        except Exception:
-            bad.append(traceback.format_exc()[-2000:])
-            line.abort()
-
-    running = [threading.Thread(target=rounds, args=(which,)) for which in range(3)]
-    for one in running:
-        one.start()
-    for one in running:
-        one.join()
-    return bad
-
-
-CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar, threads)
+CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     install(NAME)
-    torch.compile(lambda a, b: (a + 1, b + 1))(x.to(NAME), y)  # torch fills its own tables lazily
-    import inductor_passes  # noqa: F401
-
     only = sys.argv[1:]
     found: dict[str, Any] = {}
     for case in CASES:
