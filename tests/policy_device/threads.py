@@ -69,7 +69,8 @@ def threads(rounds: int, call: Callable[[str, str, Callable[[], Any]], list[str]
                 policy = "ABC"[(which + number) % 3]
                 between = (lambda: None) if number % 2 else meet
                 meet()
-                bad.extend(f"round {number} {policy}: {one}" for one in call(policy, f"mixed_{which}_{number}", between))
+                wrong = call(policy, f"mixed_{which}_{number}", between)
+                bad.extend(f"round {number} {policy}: {one}" for one in wrong)
         except Exception:
             bad.append(traceback.format_exc()[-2000:])
             line.abort()
