@@ -511,6 +511,15 @@ def _laid_out(
     return constrain_to_fake_tensors(*given, *fake)  # type: ignore[no-any-return, no-untyped-call]
 
 
+LITE_SWITCH = "fallback_by_default"
+"""What makes a compile lite (lite_mode/state.py)."""
+
+
+def is_lite(options: Mapping[str, Any]) -> bool:
+    """Whether a compile with these Inductor options is in lite mode, in this thread now."""
+    return bool(options.get(LITE_SWITCH, getattr(inductor_config, LITE_SWITCH)))
+
+
 def unsupported_modes(options: Mapping[str, Any]) -> list[str]:
     """Why a policy cannot be applied to a compile with these Inductor options in this thread, by mode."""
     from torch._inductor import compile_fx
@@ -534,6 +543,8 @@ def unsupported_modes(options: Mapping[str, Any]) -> list[str]:
         "cpp_wrapper is not covered: use the Python wrapper": on("cpp_wrapper"),
         "fx_wrapper is not covered: use the Python wrapper": on("fx_wrapper"),
         "freezing folds weights before any policy is asked: turn it off": on("freezing"),
+        "lite mode (fallback_by_default) lowers operators by itself and runs no pass: leave it out, or use backend="
+        "'collective_identity' with option 'policy', which applies the policy in marked regions": is_lite(options),
     }
     return [text for text, found in modes.items() if found]
 

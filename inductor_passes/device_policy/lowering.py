@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -39,8 +40,8 @@ class NodeLowering:
         return self.__name__
 
 
-def retarget(graph: fx.Graph, policy: OperatorPolicy) -> int:
-    """Hand every node on the policy's device that it has a lowering for to the policy; returns how many.
+def retarget(graph: fx.Graph, policy: OperatorPolicy, wanted: Callable[[fx.Node], bool] | None = None) -> int:
+    """Hand every ``wanted`` node on the policy's device that it has a lowering for to the policy; returns how many.
 
     A node whose outputs are on more than one device, or that has a complex tensor, stays torch's.
     """
@@ -51,6 +52,7 @@ def retarget(graph: fx.Graph, policy: OperatorPolicy) -> int:
             and node.target in policy.lowerings
             and node_device(node) == policy.device_type
             and not has_complex(node)
+            and (wanted is None or wanted(node))
         ):
             node.target = NodeLowering(policy, node.target)
             count += 1

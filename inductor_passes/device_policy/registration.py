@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -17,6 +18,8 @@ from .decompositions import ScopedTable
 from .devices import graph_devices, node_device
 from .faults import PolicyError
 from .model import OperatorPolicy
+
+logger = logging.getLogger("collective_identity.inductor_passes.device_policy")
 
 _LOCK = threading.Lock()
 
@@ -50,9 +53,10 @@ class Registration:
 def register_policy(device: str, policy: OperatorPolicy) -> Registration:
     """Have every Inductor compile of a graph with a tensor on ``device`` go through ``policy``.
 
-    All or nothing: on an error nothing is registered. Graphs without a tensor on the device compile exactly as
-    before, with torch's own cache keys. What Dynamo had compiled is dropped (``torch.compiler.reset()``), here and
-    on closing, so that no function keeps another policy's code. An explicit ``policy.backend()`` wins.
+    All or nothing: on an error nothing is registered. Graphs without a tensor on the device, and every graph in lite
+    mode, compile exactly as before, with torch's own cache keys. What Dynamo had compiled is dropped
+    (``torch.compiler.reset()``), here and on closing, so that no function keeps another policy's code. An explicit
+    ``policy.backend()`` wins.
 
     Args:
         device: the device type; it must be the policy's.
@@ -124,7 +128,11 @@ class _Dispatch:
                 f"one graph has tensors on {', '.join(found)}, which all have a policy: a compile takes one; give it "
                 "with backend=policy.backend()"
             )
-        added = scope(self.policies[found[0]], bound.get("config_patches") or {}, bound.get("decompositions"))
+        options = bound.get("config_patches") or {}
+        if upstream.is_lite(options):
+            logger.info("lite mode: the policy of %s is not applied", found[0])
+            return self.stock(gm, inputs, *args, **kwargs)
+        added = scope(self.policies[found[0]], gm, options, bound.get("decompositions"))
         return upstream.compile_scoped(self.stock, bound, **added)
 
 

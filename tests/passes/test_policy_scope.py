@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory  # registers symm_mem
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
@@ -17,8 +18,11 @@ from inductor_passes.device_policy import OperatorPolicy, PolicyError, register_
 from inductor_passes.device_policy.backend import scope
 from inductor_passes.device_policy.lowering import NodeLowering, retarget
 from inductor_passes.device_policy.registration import replacement_allowed
+from inductor_passes.fusion import FusionPlan, plan_fusions
+from tests.graphs import Builder
 
 aten = torch.ops.aten
+EMPTY = fx.GraphModule(torch.nn.Module(), fx.Graph())
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "device-policy.md"
 
 
@@ -37,10 +41,10 @@ def test_the_page_runs() -> None:
     assert len(code.splitlines()) <= 36 and callable(made["compiled"])
 
 
-@pytest.mark.parametrize("mode", ["cpp_wrapper", "fx_wrapper", "freezing"])
+@pytest.mark.parametrize("mode", ["cpp_wrapper", "fx_wrapper", "freezing", "fallback_by_default"])
 def test_modes_refused_by_name(mode: str) -> None:
     with pytest.raises(PolicyError, match=mode):
-        scope(policy(), {mode: True})
+        scope(policy(), EMPTY, {mode: True})
 
 
 def test_other_compile_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,14 +52,14 @@ def test_other_compile_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     from torch._inductor.virtualized import V
 
     with V.set_aot_compilation(True), pytest.raises(PolicyError, match="AOTInductor"):
-        scope(policy(), {})
+        scope(policy(), EMPTY, {})
     monkeypatch.setattr(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode.SUBPROCESS)
     with pytest.raises(PolicyError, match="SUBPROCESS"):
-        scope(policy(), {})
+        scope(policy(), EMPTY, {})
 
 
 def test_nodes_and_decompositions_by_device() -> None:
-    added = scope(policy(), {})
+    added = scope(policy(), EMPTY, {})
     table = added["decompositions"]
     with FakeTensorMode():
         device, host = torch.empty(4, device="cuda"), torch.empty(4)
@@ -88,3 +92,22 @@ def test_registration_is_undone() -> None:
             register_policy("cuda", made)
     registration.close()
     assert upstream.current_compile_fx() is stock and registered_policy("cuda") is None
+
+
+def test_fusion_asks_the_policy_of_a_collectives_device() -> None:
+    """By role, the compile's own policy before the registered one; a device without a policy forbids nothing."""
+
+    def plan(device: str, role: str, **given: Any) -> FusionPlan:
+        made = Builder()
+        x, w = made.placeholder("x", (4, 8), device=device), made.placeholder("w", (8, 8), device=device)
+        made.output(made.call(aten.mm.default, made.all_gather(x, group="tp", role=role).wait, w))
+        return plan_fusions(made.module(), enabled=lambda group: True, **given)
+
+    only_gathers = policy(collectives={"tp.gather": ["fused"], "tp.*": ["low_contention"]})
+    assert [len(plan("cuda", role, policy=only_gathers).fusions) for role in ("tp.gather", "tp.other")] == [1, 0]
+    assert [one.reason.slug for one in plan("cuda", "tp.other", policy=only_gathers).refusals] == ["policy"]
+    assert len(plan("cpu", "tp.other", policy=only_gathers).fusions) == 1
+    with register_policy("cuda", policy(collectives={})):
+        assert [len(plan(device, "tp.gather").fusions) for device in ("cuda", "cpu")] == [0, 1]
+        assert len(plan("cuda", "tp.gather", policy=only_gathers).fusions) == 1
+    assert len(plan("cuda", "tp.other").fusions) == 1

@@ -115,12 +115,43 @@ def scalar() -> list[str]:
     return close((out,), (x * 20,))
 
 
+def lite() -> list[str]:
+    """In lite mode a policy has a say in marked regions alone; under plain torch.compile none, or it is refused."""
+
+    def call(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> Any:
+        plain = F.relu(a) * w, F.gelu(a), F.silu(a)
+        with torch.fx.traceback.annotate({"compile_with_inductor": 0}):
+            return *plain, F.relu(a) * w, F.gelu(a), F.silu(a), F.relu(b), F.gelu(b)
+
+    want = (F.relu(x), F.gelu(x), F.silu(x), F.relu(x) + 100, x * 10, F.silu(x), F.relu(y), F.gelu(y))
+    made = policy("A", NAME)
+    assert made is not None
+    w = torch.ones(8).to(NAME).requires_grad_(True)
+    given = (x.to(NAME), y, w)
+    options = {**torch._inductor.list_mode_options("lite"), "policy": made}
+    ours = torch.compile(call, backend="collective_identity", options=options, fullgraph=True)
+    out = ours(*given)
+    (out[0] + out[3]).sum().backward()
+    assert w.grad is not None
+    bad = close((*out, w.grad), (*want, 2 * F.relu(x) + 100))
+    torch._dynamo.reset()
+    with register_policy(NAME, made):
+        alone = torch.compile(call, mode="lite", fullgraph=True)(*given)
+    bad += close(alone, (*want[:3], *want[:3], *want[6:]))
+    torch._dynamo.reset()
+    try:
+        torch.compile(call, backend=made.backend(), mode="lite", fullgraph=True)(*given)
+    except Exception as error:
+        return bad if "lite mode" in str(error) else [*bad, f"another error: {error}"]
+    return [*bad, "policy.backend() was not refused in lite mode"]
+
+
 def close(out: Any, want: Any) -> list[str]:
     pairs = [(o.detach().cpu().float(), w.detach().cpu().float()) for o, w in zip(out, want, strict=True)]
     return [f"{o.tolist()} instead of {w.tolist()}" for o, w in pairs if not torch.allclose(o, w, atol=1e-5)]
 
 
-CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar)
+CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar, lite)
 
 
 def main() -> None:
