@@ -12,6 +12,7 @@ from torch import fx
 
 from .. import upstream
 from ..lite_mode import OneTraceTable, is_marked, lite_parts
+from . import torch_names
 from .decompositions import Provider, ScopedTable
 from .faults import PolicyError
 from .lowering import retarget
@@ -42,7 +43,7 @@ def compile_under(
     if table is None:
         return upstream.inductor(gm, inputs, around, **scope(policy, gm, options))
     refuse_modes(policy, gm, {**options, upstream.LITE_SWITCH: False})
-    scoped = ScopedTable(policy, *upstream.stock_decompositions())
+    scoped = ScopedTable(policy, *torch_names.stock_decompositions())
     inner = _lowering_marked(policy)
     return upstream.inductor(
         gm, inputs, lambda compiler: around(inner(compiler)), options, table.over(scoped), Provider(scoped)
@@ -72,7 +73,7 @@ def refuse_modes(policy: OperatorPolicy, gm: fx.GraphModule, options: Mapping[st
         PolicyError: the message lists all of it.
     """
     policy.check_unchanged()
-    modes = upstream.unsupported_modes(options)
+    modes = torch_names.unsupported_modes(options)
     if not modes and lite_parts(gm):
         modes = ["a nested region is compiled in lite mode, which would get the policy's decompositions: leave one out"]
     if modes:
@@ -94,9 +95,9 @@ def scope(
     def run(graph: fx.Graph) -> None:
         logger.debug("policy %s lowers %d nodes", policy.name, retarget(graph, policy))
 
-    table, name = upstream.stock_decompositions() if stock is None else (stock, "given")
+    table, name = torch_names.stock_decompositions() if stock is None else (stock, "given")
     scoped = ScopedTable(policy, table, name)
-    patches = {**options, **upstream.post_grad_post_pass(run, policy.identity, options)}
+    patches = {**options, **torch_names.post_grad_post_pass(run, policy.identity, options)}
     return {"patches": patches, "decompositions": scoped, "provider": Provider(scoped)}
 
 
@@ -136,7 +137,7 @@ class PolicyBackend:
 
     def get_compiler_config(self) -> Mapping[str, Any]:
         """Inductor's configuration for this backend, which Dynamo keeps with a compiled function."""
-        return upstream.patched_config(dict(self.options))
+        return torch_names.patched_config(dict(self.options))
 
     def __hash__(self) -> int:
         return hash((self.policy, tuple(name for name, _ in self.options)))

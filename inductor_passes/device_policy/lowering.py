@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
-from .. import upstream
+from . import torch_names
 from .devices import has_complex, node_device
 from .faults import FALLBACK
 from .model import OperatorPolicy
@@ -29,12 +29,12 @@ class NodeLowering:
         self.__name__ = self.__qualname__ = f"{policy.name}.{op}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        node = upstream.node_being_lowered()
+        node = torch_names.node_being_lowered()
         if node is None:
             return self._op(*args, **kwargs)
         if self._function is FALLBACK:
-            return upstream.lower_as_fallback(self._op, node, args, kwargs)
-        return upstream.lower_with(self._op, self._function, node, args, kwargs)  # type: ignore[arg-type]
+            return torch_names.lower_as_fallback(self._op, node, args, kwargs)
+        return torch_names.lower_with(self._op, self._function, node, args, kwargs)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return self.__name__

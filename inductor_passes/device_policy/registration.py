@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from .. import upstream
+from . import torch_names
 from .backend import scope
 from .decompositions import ScopedTable
 from .devices import graph_devices, node_device
@@ -117,7 +118,7 @@ class _Dispatch:
         self.__signature__ = inspect.signature(stock)  # for whoever asks what compile_fx takes
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        bound = upstream.compile_arguments(self.stock, gm, inputs, *args, **kwargs)
+        bound = torch_names.compile_arguments(self.stock, gm, inputs, *args, **kwargs)
         if isinstance(bound.get("decompositions"), ScopedTable):
             return self.stock(gm, inputs, *args, **kwargs)  # under a policy already
         found = sorted(graph_devices(gm, inputs) & self.policies.keys()) if isinstance(gm, fx.GraphModule) else []
@@ -133,15 +134,15 @@ class _Dispatch:
             logger.info("lite mode: the policy of %s is not applied", found[0])
             return self.stock(gm, inputs, *args, **kwargs)
         added = scope(self.policies[found[0]], gm, options, bound.get("decompositions"))
-        return upstream.compile_scoped(self.stock, bound, **added)
+        return torch_names.compile_scoped(self.stock, bound, **added)
 
 
 def _registered() -> Mapping[str, OperatorPolicy]:
-    current = upstream.current_compile_fx()
+    current = torch_names.current_compile_fx()
     return current.policies if isinstance(current, _Dispatch) else MappingProxyType({})
 
 
 def _install(policies: Mapping[str, OperatorPolicy]) -> None:
-    current = upstream.current_compile_fx()
+    current = torch_names.current_compile_fx()
     stock = current.stock if isinstance(current, _Dispatch) else current
-    upstream.set_compile_fx(_Dispatch(stock, policies) if policies else stock)
+    torch_names.set_compile_fx(_Dispatch(stock, policies) if policies else stock)

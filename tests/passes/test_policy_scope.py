@@ -13,8 +13,7 @@ import torch.distributed._symmetric_memory  # registers symm_mem
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from inductor_passes import upstream
-from inductor_passes.device_policy import OperatorPolicy, PolicyError, register_policy, registered_policy
+from inductor_passes.device_policy import OperatorPolicy, PolicyError, register_policy, registered_policy, torch_names
 from inductor_passes.device_policy.backend import scope
 from inductor_passes.device_policy.lowering import NodeLowering, retarget
 from inductor_passes.device_policy.registration import replacement_allowed
@@ -78,7 +77,7 @@ def test_nodes_and_decompositions_by_device() -> None:
 
 
 def test_registration_is_undone() -> None:
-    stock, made = upstream.current_compile_fx(), policy(collectives={})
+    stock, made = torch_names.current_compile_fx(), policy(collectives={})
     with pytest.raises(PolicyError, match="own device 'cuda'"):
         register_policy("xpu", made)
     with register_policy("cuda", made) as registration:
@@ -91,7 +90,7 @@ def test_registration_is_undone() -> None:
         with pytest.raises(PolicyError, match="has the policy 'p' already"):
             register_policy("cuda", made)
     registration.close()
-    assert upstream.current_compile_fx() is stock and registered_policy("cuda") is None
+    assert torch_names.current_compile_fx() is stock and registered_policy("cuda") is None
 
 
 def test_fusion_asks_the_policy_of_a_collectives_device() -> None:

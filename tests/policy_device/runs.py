@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -146,12 +148,53 @@ def lite() -> list[str]:
     return [*bad, "policy.backend() was not refused in lite mode"]
 
 
+def refused() -> list[str]:
+    """Modes that policies do not cover, asked for as users ask: by name, before anything is lowered."""
+    from torch._inductor import compile_fx
+
+    made, a = policy("A", NAME), x.to(NAME)
+    assert made is not None
+    exported = torch.export.export(Relu(), (a,)).module()
+
+    def under(options: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: torch.compile(F.relu, backend=made.backend(), options=options)(a)
+
+    def subprocess(mode: str) -> Callable[[], Any]:
+        def run() -> Any:
+            with mock.patch.object(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode[mode]):
+                return torch.compile(F.relu, backend=made.backend())(a)
+
+        return run
+
+    asked = {
+        "AOTInductor": lambda: torch._inductor.aot_compile(exported, (a,)),  # type: ignore[arg-type]
+        "cpp_wrapper": under({"cpp_wrapper": True}), "freezing": under({"freezing": True}),
+        "SUBPROCESS": subprocess("SUBPROCESS"), "SERIALIZE": subprocess("SERIALIZE"),
+    }  # fmt: skip
+    bad = []
+    for name, ask in asked.items():
+        torch._dynamo.reset()
+        with register_policy(NAME, made) if name == "AOTInductor" else nullcontext():
+            try:
+                ask()
+                bad.append(f"{name} was not refused")
+            except Exception as error:
+                if name not in str(error) or "cannot be applied" not in str(error):
+                    bad.append(f"{name}: {type(error).__name__} {error}")
+    return bad
+
+
+class Relu(torch.nn.Module):
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        return F.relu(a)
+
+
 def close(out: Any, want: Any) -> list[str]:
     pairs = [(o.detach().cpu().float(), w.detach().cpu().float()) for o, w in zip(out, want, strict=True)]
     return [f"{o.tolist()} instead of {w.tolist()}" for o, w in pairs if not torch.allclose(o, w, atol=1e-5)]
 
 
-CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar, lite)
+CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar, lite, refused)
 
 
 def main() -> None:
