@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from inductor_passes.device_policy.backend import scope
 from inductor_passes.device_policy.lowering import NodeLowering, retarget
 from inductor_passes.device_policy.registration import replacement_allowed
 from inductor_passes.fusion import FusionPlan, plan_fusions
+from inductor_passes.lite_mode import is_marked
 from tests.graphs import Builder
 
 aten = torch.ops.aten
@@ -37,7 +39,7 @@ def test_the_page_runs() -> None:
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0]
     made: dict[str, Any] = {"__name__": "acme", "DEVICE": "cuda"}
     exec(code, made)
-    assert len(code.splitlines()) <= 36 and callable(made["compiled"])
+    assert sum(map(bool, code.splitlines())) <= 30 and callable(made["compiled"])
 
 
 @pytest.mark.parametrize("mode", ["cpp_wrapper", "fx_wrapper", "freezing", "fallback_by_default"])
@@ -55,6 +57,33 @@ def test_other_compile_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode.SUBPROCESS)
     with pytest.raises(PolicyError, match="SUBPROCESS"):
         scope(policy(), EMPTY, {})
+
+
+def test_lite_mode_is_refused_where_marks_do_not_count() -> None:
+    from inductor_passes.backend import collective_identity
+    from inductor_passes.options import OptionError
+
+    with pytest.raises(OptionError, match="'policy' expects lite mode with selective_decompose=True"):
+        collective_identity(EMPTY, [], options={"policy": policy(), "fallback_by_default": True})
+    outer = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    outer.inside = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    lite = SimpleNamespace(inductor_config_patches={"fallback_by_default": True})
+    outer.inside.meta["nested_region_config"] = lite
+    with pytest.raises(PolicyError, match="nested region is compiled in lite mode"):
+        scope(policy(), outer, {})
+
+
+def test_in_lite_mode_marked_nodes_alone_are_handed_over() -> None:
+    with FakeTensorMode():
+        value = torch.empty(4, device="cuda")
+    graph = fx.Graph()
+    one = graph.placeholder("x")
+    one.meta["val"] = value
+    nodes = [graph.call_function(aten.sin.default, (one,)) for _ in range(2)]
+    for node, custom in zip(nodes, ({}, {"compile_with_inductor": 0}), strict=True):
+        node.meta.update(val=value, custom=custom)
+    assert retarget(graph, policy(), is_marked) == 1
+    assert [isinstance(node.target, NodeLowering) for node in nodes] == [False, True]
 
 
 def test_nodes_and_decompositions_by_device() -> None:
