@@ -43,7 +43,7 @@ def compile_under(
     if table is None:
         return upstream.inductor(gm, inputs, around, **scope(policy, gm, options))
     refuse_modes(policy, gm, {**options, upstream.LITE_SWITCH: False})
-    scoped = ScopedTable(policy, *torch_names.stock_decompositions())
+    scoped = ScopedTable(policy, *torch_names.stock_decompositions(options))
     inner = _lowering_marked(policy)
     return upstream.inductor(
         gm, inputs, lambda compiler: around(inner(compiler)), options, table.over(scoped), Provider(scoped)
@@ -95,7 +95,7 @@ def scope(
     def run(graph: fx.Graph) -> None:
         logger.debug("policy %s lowers %d nodes", policy.name, retarget(graph, policy))
 
-    table, name = torch_names.stock_decompositions() if stock is None else (stock, "given")
+    table, name = torch_names.stock_decompositions(options) if stock is None else (stock, "given")
     scoped = ScopedTable(policy, table, name)
     patches = {**options, **torch_names.post_grad_post_pass(run, policy.identity, options)}
     return {"patches": patches, "decompositions": scoped, "provider": Provider(scoped)}

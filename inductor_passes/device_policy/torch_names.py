@@ -14,7 +14,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ..upstream import is_lite, reading
+from ..upstream import inductor_flags, is_lite, reading
 
 
 def overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
@@ -29,11 +29,12 @@ def has_lowering(op: torch._ops.OpOverload) -> bool:
     return op in lowerings
 
 
-def stock_decompositions() -> tuple[Mapping[Any, Callable[..., Any]], str]:
-    """The table that Inductor would take in this thread now, and which of its two it is."""
+def stock_decompositions(options: Mapping[str, Any]) -> tuple[Mapping[Any, Callable[..., Any]], str]:
+    """The table that Inductor would take in this thread with these options, and which of its two it is."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table(), f"fallback_random={inductor_config.fallback_random}"
+    with inductor_flags(options):
+        return select_decomp_table(), f"fallback_random={inductor_config.fallback_random}"
 
 
 def node_being_lowered() -> fx.Node | None:

@@ -59,6 +59,15 @@ def test_other_compile_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         scope(policy(), EMPTY, {})
 
 
+def test_the_table_follows_the_options_of_the_compile() -> None:
+    from torch._inductor import decomposition
+
+    plain, given = decomposition.fast_random_decomps(), decomposition.decompositions
+    for options, stock in (({}, plain), ({"fallback_random": True}, given)):
+        assert scope(policy(), EMPTY, options)["decompositions"].keys() == stock.keys() | {aten.gelu.default}
+    assert plain.keys() != given.keys()
+
+
 def test_lite_mode_is_refused_where_marks_do_not_count() -> None:
     from inductor_passes.backend import collective_identity
     from inductor_passes.options import OptionError
