@@ -71,7 +71,9 @@ def refuse_modes(policy: OperatorPolicy, gm: fx.GraphModule, options: Mapping[st
 
     Raises:
         PolicyError: the message lists all of it.
+        UnsupportedTorch: a private name is not as it was read.
     """
+    torch_names.check_names()
     policy.check_unchanged()
     modes = torch_names.unsupported_modes(options)
     if not modes and lite_parts(gm):

@@ -14,7 +14,35 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ..upstream import inductor_flags, is_lite, reading
+from ..upstream import UnsupportedTorch, inductor_flags, is_lite, reading
+
+
+def check_names() -> None:
+    """Refuse a torch in which a name that policies use is not as it was read.
+
+    Raises:
+        UnsupportedTorch: the message names each.
+    """
+    from torch._inductor import compile_fx, lowering
+
+    places: tuple[tuple[Any, tuple[str, ...]], ...] = (
+        (lowering, ("maybe_layout_constraints", "constrain_to_fx_strides", "constrain_to_fake_tensors", "validate_ir")),
+        (compile_fx, ("fx_compile_mode", "fx_compile_async", "fx_compile_progressive", "get_patched_config_dict")),
+        (inductor_config, ("post_grad_custom_post_pass", "cpp_wrapper", "fx_wrapper", "freezing")),
+    )
+    calls = (
+        (compile_fx, "compile_fx", ("inner_compile", "config_patches", "decompositions")),
+        (lowering, "fallback_handler", ("add_to_fallback_set",)),
+    )
+    missing = [f"{module.__name__}.{name}" for module, names in places for name in names if not hasattr(module, name)]
+    for module, name, wanted in calls:
+        known = inspect.signature(getattr(module, name)).parameters
+        missing += [f"{module.__name__}.{name}({one}=)" for one in wanted if one not in known]
+    if missing:
+        raise UnsupportedTorch(
+            f"operator policies expect {', '.join(missing)} (seen in torch 2.11 to 2.15), not found in torch "
+            f"{torch.__version__}: use a released torch in that range, or undo what replaced them"
+        )
 
 
 def overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:

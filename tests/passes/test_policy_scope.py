@@ -20,6 +20,7 @@ from inductor_passes.device_policy.lowering import NodeLowering, retarget
 from inductor_passes.device_policy.registration import replacement_allowed
 from inductor_passes.fusion import FusionPlan, plan_fusions
 from inductor_passes.lite_mode import is_marked
+from inductor_passes.upstream import UnsupportedTorch
 from tests.graphs import Builder
 
 aten = torch.ops.aten
@@ -56,6 +57,16 @@ def test_other_compile_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         scope(policy(), EMPTY, {})
     monkeypatch.setattr(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode.SUBPROCESS)
     with pytest.raises(PolicyError, match="SUBPROCESS"):
+        scope(policy(), EMPTY, {})
+
+
+def test_a_torch_with_other_names_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import lowering
+
+    torch_names.check_names()
+    monkeypatch.delattr(lowering, "validate_ir")
+    monkeypatch.setattr(lowering, "fallback_handler", lambda op: op)
+    with pytest.raises(UnsupportedTorch, match=r"lowering.validate_ir, .*fallback_handler\(add_to_fallback_set=\)"):
         scope(policy(), EMPTY, {})
 
 
