@@ -14,12 +14,16 @@ import torch.distributed._symmetric_memory  # registers symm_mem
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from inductor_passes import symmetric
+from inductor_passes.contract import PassContext
 from inductor_passes.device_policy import OperatorPolicy, PolicyError, register_policy, registered_policy, torch_names
 from inductor_passes.device_policy.backend import scope
 from inductor_passes.device_policy.lowering import NodeLowering, retarget
 from inductor_passes.device_policy.registration import replacement_allowed
 from inductor_passes.fusion import FusionPlan, plan_fusions
-from inductor_passes.lite_mode import is_marked
+from inductor_passes.lite_mode import LiteState, is_marked
+from inductor_passes.options import BackendOptions
+from inductor_passes.passes import Fuse
 from inductor_passes.upstream import UnsupportedTorch
 from tests.graphs import Builder
 
@@ -142,14 +146,18 @@ def test_registration_is_undone() -> None:
     assert torch_names.current_compile_fx() is stock and registered_policy("cuda") is None
 
 
+def gather_and_product(device: str, role: str) -> fx.GraphModule:
+    made = Builder()
+    x, w = made.placeholder("x", (4, 8), device=device), made.placeholder("w", (8, 8), device=device)
+    made.output(made.call(aten.mm.default, made.all_gather(x, group="tp", role=role).wait, w))
+    return made.module()
+
+
 def test_fusion_asks_the_policy_of_a_collectives_device() -> None:
     """By role, the compile's own policy before the registered one; a device without a policy forbids nothing."""
 
     def plan(device: str, role: str, **given: Any) -> FusionPlan:
-        made = Builder()
-        x, w = made.placeholder("x", (4, 8), device=device), made.placeholder("w", (8, 8), device=device)
-        made.output(made.call(aten.mm.default, made.all_gather(x, group="tp", role=role).wait, w))
-        return plan_fusions(made.module(), enabled=lambda group: True, **given)
+        return plan_fusions(gather_and_product(device, role), enabled=lambda group: True, **given)
 
     only_gathers = policy(collectives={"tp.gather": ["fused"], "tp.*": ["low_contention"]})
     assert [len(plan("cuda", role, policy=only_gathers).fusions) for role in ("tp.gather", "tp.other")] == [1, 0]
@@ -159,3 +167,11 @@ def test_fusion_asks_the_policy_of_a_collectives_device() -> None:
         assert [len(plan(device, "tp.gather").fusions) for device in ("cuda", "cpu")] == [0, 1]
         assert len(plan("cuda", "tp.gather", policy=only_gathers).fusions) == 1
     assert len(plan("cuda", "tp.other").fusions) == 1
+
+
+def test_the_pipelines_fusion_asks_the_compiles_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "is_enabled", lambda group: True)
+    for allowed in (["fused"], []):
+        options = BackendOptions(fusion=True, policy=policy(collectives={"tp.*": allowed}))
+        context = PassContext(kind="forward", lite=LiteState.OFF, observe=False, options=options, log=None)
+        assert Fuse()(gather_and_product("cuda", "tp.gather"), context).changed == bool(allowed)
