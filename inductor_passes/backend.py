@@ -89,11 +89,13 @@ class _Compile:
         self._gm, self._inputs, self._options = gm, inputs, options
         self._lite = select(options.inductor_patches)
         self._lite_state = self._lite.state(gm) if options.inner == "inductor" else LiteState.OFF
-        if options.policy is not None and self._lite_state is not LiteState.OFF:
+        if options.policy is not None and self._lite_state is not LiteState.OFF and self._lite.table is None:
             raise OptionError(
-                f"option 'policy' expects a compile without lite mode, found {self._lite_state.value}, in which "
-                "Inductor runs no pass that could apply it: leave one of the two out"
+                f"option 'policy' expects lite mode with selective_decompose=True or none, found "
+                f"{self._lite_state.value}, in which decompositions do not look at marks: leave one of the two out"
             )
+        in_marks = options.policy is not None and self._lite_state is not LiteState.OFF  # see compile_under
+        self._cacheable = options.cacheable and not in_marks
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
         self._observe = self._session.mode == "observe"
@@ -130,7 +132,7 @@ class _Compile:
         start = time.perf_counter()
         with (
             upstream.cache_key(self._tag, self._callers.cache_key_tag),
-            upstream.caches_disabled(not self._options.cacheable),
+            upstream.caches_disabled(not self._cacheable),
             upstream.joint_pass(self._joint),
         ):
             if self._options.inner == "inductor":
@@ -162,7 +164,7 @@ class _Compile:
                 self._lite.as_asked(),
                 self._graph(upstream.kind_of_inner(kwargs), gm) as graph,
                 upstream.cache_key(self._tag, self._callers.cache_key_tag),
-                upstream.caches_disabled(not self._options.cacheable),
+                upstream.caches_disabled(not self._cacheable),
                 graph.upstreams(),
                 upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
             ):
@@ -199,7 +201,7 @@ class _Compile:
         return PassContext(kind=kind, lite=lite_state(gm), observe=self._observe, options=self._options, log=log)
 
     def _finish(self, graph: _Graph, seconds: float) -> None:
-        if graph.transformed and self._options.cacheable:
+        if graph.transformed and self._cacheable:
             coverage.save(self._key, {kind: (g.before, g.after) for kind, g in self._graphs.items() if g.transformed})
         graph.finish(seconds, self._recorded.get(graph.kind))
         with self._lock:

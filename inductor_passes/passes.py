@@ -72,7 +72,7 @@ class Fuse:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Plan, then emit; the plan goes into the report."""
-        plan = plan_fusions(gm, enabled=symmetric.is_enabled)
+        plan = plan_fusions(gm, enabled=symmetric.is_enabled, policy=context.options.policy)
         return PassOutcome(changed=apply_fusions(gm, plan), summary=plan.to_dict())
 
 

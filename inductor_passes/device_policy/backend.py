@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 from torch import fx
 
 from .. import upstream
+from ..lite_mode import OneTraceTable, is_marked, lite_parts
+from . import torch_names
 from .decompositions import Provider, ScopedTable
 from .faults import PolicyError
 from .lowering import retarget
@@ -24,36 +27,79 @@ def compile_under(
     inputs: Sequence[Any],
     around: Callable[[upstream.GraphCompiler], upstream.GraphCompiler],
     options: Mapping[str, Any],
-    table: Mapping[Any, Any] | None = None,
+    table: OneTraceTable | None = None,
 ) -> Callable[..., Any]:
     """Compile with Inductor, ``around`` its inner compiler, under ``policy``; without one exactly as torch does.
+
+    ``table``: lite mode's decompositions, for marked code only. The policy then has a say in marked code only; a
+    node that it lowers is no longer an operator that torch could write into a cache key: call this with the caches
+    off.
 
     Raises:
         PolicyError: the policy changed since it was built, or Inductor is in a mode that policies do not cover.
     """
     if policy is None:
         return upstream.inductor(gm, inputs, around, options, table)
-    return upstream.inductor(gm, inputs, around, **scope(policy, options))
+    if table is None:
+        return upstream.inductor(gm, inputs, around, **scope(policy, gm, options))
+    refuse_modes(policy, gm, {**options, upstream.LITE_SWITCH: False})
+    scoped = ScopedTable(policy, *torch_names.stock_decompositions(options))
+    inner = _lowering_marked(policy)
+    return upstream.inductor(
+        gm, inputs, lambda compiler: around(inner(compiler)), options, table.over(scoped), Provider(scoped)
+    )
+
+
+def _lowering_marked(policy: OperatorPolicy) -> Callable[[upstream.GraphCompiler], upstream.GraphCompiler]:
+    """In lite mode no pass runs that could hand nodes to the policy: done just before, marked nodes alone."""
+
+    def wrap(compiler: upstream.GraphCompiler) -> upstream.GraphCompiler:
+        @functools.wraps(compiler)
+        def compile_graph(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            for part in gm.modules():
+                if isinstance(part, fx.GraphModule):
+                    retarget(part.graph, policy, is_marked)
+            return compiler(gm, *args, **kwargs)
+
+        return compile_graph
+
+    return wrap
+
+
+def refuse_modes(policy: OperatorPolicy, gm: fx.GraphModule, options: Mapping[str, Any]) -> None:
+    """Refuse a policy that changed since it was built, and every mode of Inductor that policies do not cover.
+
+    Raises:
+        PolicyError: the message lists all of it.
+        UnsupportedTorch: a private name is not as it was read.
+    """
+    torch_names.check_names()
+    policy.check_unchanged()
+    modes = torch_names.unsupported_modes(options)
+    if not modes and lite_parts(gm):
+        modes = ["a nested region is compiled in lite mode, which would get the policy's decompositions: leave one out"]
+    if modes:
+        raise PolicyError(f"policy {policy.name!r} cannot be applied to this compile:", modes)
 
 
 def scope(
-    policy: OperatorPolicy, options: Mapping[str, Any], stock: Mapping[Any, Callable[..., Any]] | None = None
+    policy: OperatorPolicy,
+    gm: fx.GraphModule,
+    options: Mapping[str, Any],
+    stock: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
     """What one compile under ``policy`` adds: the pass in ``patches`` and the table with its provider.
 
     Everything is read here, once: a lazy backward compiles later and elsewhere, with these same objects.
     """
-    policy.check_unchanged()
-    modes = upstream.unsupported_modes(options)
-    if modes:
-        raise PolicyError(f"policy {policy.name!r} cannot be applied to this compile:", modes)
+    refuse_modes(policy, gm, options)
 
     def run(graph: fx.Graph) -> None:
         logger.debug("policy %s lowers %d nodes", policy.name, retarget(graph, policy))
 
-    table, name = upstream.stock_decompositions() if stock is None else (stock, "given")
+    table, name = torch_names.stock_decompositions(options) if stock is None else (stock, "given")
     scoped = ScopedTable(policy, table, name)
-    patches = {**options, **upstream.post_grad_post_pass(run, policy.identity, options)}
+    patches = {**options, **torch_names.post_grad_post_pass(run, policy.identity, options)}
     return {"patches": patches, "decompositions": scoped, "provider": Provider(scoped)}
 
 
@@ -93,7 +139,7 @@ class PolicyBackend:
 
     def get_compiler_config(self) -> Mapping[str, Any]:
         """Inductor's configuration for this backend, which Dynamo keeps with a compiled function."""
-        return upstream.patched_config(dict(self.options))
+        return torch_names.patched_config(dict(self.options))
 
     def __hash__(self) -> int:
         return hash((self.policy, tuple(name for name, _ in self.options)))

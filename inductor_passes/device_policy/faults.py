@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from .. import upstream
+from . import torch_names
 from .identity import NoIdentity, content_identity
 
 REPLACEMENTS = ("fused", "low_contention")
@@ -90,7 +90,7 @@ class Operators:
             else:
                 yield op
         elif isinstance(op, OpOverloadPacket):
-            functional = [one for one in upstream.overloads(op) if not one._schema.is_mutable]
+            functional = [one for one in torch_names.overloads(op) if not one._schema.is_mutable]
             if not functional:
                 self.faults.append(f"{field}: every overload of {op} writes to its arguments")
             yield from functional
@@ -130,7 +130,7 @@ def conflicts(
     for op in sorted(decompositions.keys() & removed, key=str):
         yield f"{op} has its decomposition both overridden and removed"
     for op in sorted(removed - lowerings.keys(), key=str):
-        if not upstream.has_lowering(op):
+        if not torch_names.has_lowering(op):
             yield (
                 f"{op} has its decomposition removed and neither a lowering nor a fallback: Inductor would register "
                 "a fallback for the whole process"

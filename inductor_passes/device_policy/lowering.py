@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
 
-from .. import upstream
+from . import torch_names
 from .devices import has_complex, node_device
 from .faults import FALLBACK
 from .model import OperatorPolicy
@@ -28,19 +29,19 @@ class NodeLowering:
         self.__name__ = self.__qualname__ = f"{policy.name}.{op}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        node = upstream.node_being_lowered()
+        node = torch_names.node_being_lowered()
         if node is None:
             return self._op(*args, **kwargs)
         if self._function is FALLBACK:
-            return upstream.lower_as_fallback(self._op, node, args, kwargs)
-        return upstream.lower_with(self._op, self._function, node, args, kwargs)  # type: ignore[arg-type]
+            return torch_names.lower_as_fallback(self._op, node, args, kwargs)
+        return torch_names.lower_with(self._op, self._function, node, args, kwargs)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return self.__name__
 
 
-def retarget(graph: fx.Graph, policy: OperatorPolicy) -> int:
-    """Hand every node on the policy's device that it has a lowering for to the policy; returns how many.
+def retarget(graph: fx.Graph, policy: OperatorPolicy, wanted: Callable[[fx.Node], bool] | None = None) -> int:
+    """Hand every ``wanted`` node on the policy's device that it has a lowering for to the policy; returns how many.
 
     A node whose outputs are on more than one device, or that has a complex tensor, stays torch's.
     """
@@ -51,6 +52,7 @@ def retarget(graph: fx.Graph, policy: OperatorPolicy) -> int:
             and node.target in policy.lowerings
             and node_device(node) == policy.device_type
             and not has_complex(node)
+            and (wanted is None or wanted(node))
         ):
             node.target = NodeLowering(policy, node.target)
             count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -12,11 +13,14 @@ import torch
 from torch import fx
 
 from .. import upstream
+from . import torch_names
 from .backend import scope
 from .decompositions import ScopedTable
 from .devices import graph_devices, node_device
 from .faults import PolicyError
 from .model import OperatorPolicy
+
+logger = logging.getLogger("collective_identity.inductor_passes.device_policy")
 
 _LOCK = threading.Lock()
 
@@ -50,9 +54,10 @@ class Registration:
 def register_policy(device: str, policy: OperatorPolicy) -> Registration:
     """Have every Inductor compile of a graph with a tensor on ``device`` go through ``policy``.
 
-    All or nothing: on an error nothing is registered. Graphs without a tensor on the device compile exactly as
-    before, with torch's own cache keys. What Dynamo had compiled is dropped (``torch.compiler.reset()``), here and
-    on closing, so that no function keeps another policy's code. An explicit ``policy.backend()`` wins.
+    All or nothing: on an error nothing is registered. Graphs without a tensor on the device, and every graph in lite
+    mode, compile exactly as before, with torch's own cache keys. What Dynamo had compiled is dropped
+    (``torch.compiler.reset()``), here and on closing, so that no function keeps another policy's code. An explicit
+    ``policy.backend()`` wins.
 
     Args:
         device: the device type; it must be the policy's.
@@ -113,7 +118,7 @@ class _Dispatch:
         self.__signature__ = inspect.signature(stock)  # for whoever asks what compile_fx takes
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        bound = upstream.compile_arguments(self.stock, gm, inputs, *args, **kwargs)
+        bound = torch_names.compile_arguments(self.stock, gm, inputs, *args, **kwargs)
         if isinstance(bound.get("decompositions"), ScopedTable):
             return self.stock(gm, inputs, *args, **kwargs)  # under a policy already
         found = sorted(graph_devices(gm, inputs) & self.policies.keys()) if isinstance(gm, fx.GraphModule) else []
@@ -124,16 +129,20 @@ class _Dispatch:
                 f"one graph has tensors on {', '.join(found)}, which all have a policy: a compile takes one; give it "
                 "with backend=policy.backend()"
             )
-        added = scope(self.policies[found[0]], bound.get("config_patches") or {}, bound.get("decompositions"))
-        return upstream.compile_scoped(self.stock, bound, **added)
+        options = bound.get("config_patches") or {}
+        if upstream.is_lite(options):
+            logger.info("lite mode: the policy of %s is not applied", found[0])
+            return self.stock(gm, inputs, *args, **kwargs)
+        added = scope(self.policies[found[0]], gm, options, bound.get("decompositions"))
+        return torch_names.compile_scoped(self.stock, bound, **added)
 
 
 def _registered() -> Mapping[str, OperatorPolicy]:
-    current = upstream.current_compile_fx()
+    current = torch_names.current_compile_fx()
     return current.policies if isinstance(current, _Dispatch) else MappingProxyType({})
 
 
 def _install(policies: Mapping[str, OperatorPolicy]) -> None:
-    current = upstream.current_compile_fx()
+    current = torch_names.current_compile_fx()
     stock = current.stock if isinstance(current, _Dispatch) else current
-    upstream.set_compile_fx(_Dispatch(stock, policies) if policies else stock)
+    torch_names.set_compile_fx(_Dispatch(stock, policies) if policies else stock)

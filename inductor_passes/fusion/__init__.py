@@ -9,6 +9,7 @@ from torch import fx
 from collective_identity.identity import Identity
 
 from .. import symmetric
+from ..device_policy import OperatorPolicy
 from .emit import PASS_NAME, apply_fusions
 from .match import GatherMatmul, MatmulScatter
 from .plan import Fusion, FusionPlan, plan_fusions
@@ -25,6 +26,7 @@ def fuse_tensor_parallel(
     *,
     enabled: Callable[[str], bool] | None = None,
     identities: Mapping[fx.Node, Identity | None] | None = None,
+    policy: OperatorPolicy | None = None,
 ) -> FusionPlan:
     """Fuse all-gather + matmul and matmul + reduce-scatter into ``symm_mem.fused_*`` in place; see `plan_fusions`.
 
@@ -36,8 +38,10 @@ def fuse_tensor_parallel(
         enabled: whether the fused operators may run on a process group; by default whether this torch says that
             symmetric memory is enabled for it.
         identities: what `classify` says of this graph; asked for here when None.
+        policy: the operator policy of this compile; it, or the one registered for a collective's device, may forbid.
     """
-    plan = plan_fusions(gm, enabled=symmetric.is_enabled if enabled is None else enabled, identities=identities)
+    asked = symmetric.is_enabled if enabled is None else enabled
+    plan = plan_fusions(gm, enabled=asked, identities=identities, policy=policy)
     if apply_fusions(gm, plan):
         gm.recompile()
     return plan

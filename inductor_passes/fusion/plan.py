@@ -17,6 +17,7 @@ from collective_identity.transports import WAIT, Launch, Transport, launches
 
 from ..bucketing.hazards import Hazards, hazards_of
 from ..bucketing.plan import Refusal, left_alone
+from ..device_policy import OperatorPolicy, replacement_allowed
 from . import reasons
 from .match import GatherMatmul, MatmulScatter, gather_matmul, known, matmul_scatter
 
@@ -85,6 +86,7 @@ def plan_fusions(
     *,
     enabled: Callable[[str], bool],
     identities: Mapping[fx.Node, Identity | None] | None = None,
+    policy: OperatorPolicy | None = None,
 ) -> FusionPlan:
     """Decide which collectives are fused with matrix products, and why the others are not. Changes nothing.
 
@@ -95,6 +97,7 @@ def plan_fusions(
         gm: a normalised graph; tensors carry ``meta['val']``.
         enabled: whether the fused operators may run on a process group, by name.
         identities: what `classify` says of this graph; asked for here when None.
+        policy: the operator policy of this compile; it, or the one registered for a collective's device, may forbid.
     """
     verdicts = classify(gm) if identities is None else identities
     nodes = list(gm.graph.nodes)
@@ -102,7 +105,7 @@ def plan_fusions(
     fusions: list[Fusion] = []
     refusals: list[Refusal] = []
     for start, launch in launches(gm).items():
-        found = _examine(start, launch, verdicts.get(start), enabled)
+        found = _examine(start, launch, verdicts.get(start), enabled, policy)
         if isinstance(found, Fusion):
             fusions.append(found)
         else:
@@ -128,12 +131,15 @@ def _examine(
     launch: Launch,
     identity: Identity | None,
     enabled: Callable[[str], bool],
+    policy: OperatorPolicy | None,
 ) -> Fusion | Refusal:
     if launch.transport not in _FUSED or launch.form != "default" or len(launch.inputs) != 1:
         return Refusal(start, reasons.OTHER_TRANSPORT, f"{launch.transport.value}, form {launch.form}")
     role = _role_refusal(start, identity)
     if role is not None:
         return role
+    if not replacement_allowed(start, None if identity is None else identity.role, "fused", policy):
+        return Refusal(start, reasons.POLICY, f"role {'unknown' if identity is None else identity.role}")
     if launch.group is None or launch.group_size is None:
         return Refusal(start, reasons.GROUP_UNKNOWN, f"group {launch.group}, group size {launch.group_size}")
     if not enabled(launch.group):

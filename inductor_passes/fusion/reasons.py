@@ -62,8 +62,14 @@ REDUCE_OP: Final = Code(
     "nothing to do",
 )
 
+POLICY: Final = Code(
+    "FU012", "policy", "info",
+    "the operator policy of its device allows no fused form for its role",
+    'collectives={"tp.*": ["fused"]} in the policy allows it',
+)
+
 REASONS: Final = by_id(
     OTHER_TRANSPORT, FSDP, OTHER_ROLE, LOST_ROLE, GROUP_UNKNOWN, NOT_ENABLED, NO_META, NO_MATMUL, OTHER_USERS,
-    MUTATED, REDUCE_OP,
+    MUTATED, REDUCE_OP, POLICY,
 )
 """Every refusal code by id."""

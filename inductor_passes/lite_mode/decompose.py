@@ -35,11 +35,14 @@ class OneTraceTable(dict[Any, Callable[..., Any]]):
     belong into a cache key. A plain dictionary of functions would switch Inductor's cache off.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table: Mapping[Any, Callable[..., Any]] | None = None) -> None:
         marks = _Marks()
-        super().__init__(
-            {op: _Entry(function, marks) for op, function in upstream.decomposition_table().items()}
-        )
+        rows = upstream.decomposition_table() if table is None else table
+        super().__init__({op: _Entry(function, marks) for op, function in rows.items()})
+
+    def over(self, table: Mapping[Any, Callable[..., Any]]) -> OneTraceTable:
+        """The same for another table; what that holds is in no name, so only with the caches off."""
+        return OneTraceTable(table)
 
     def __reduce__(self) -> tuple[type[OneTraceTable], tuple[()]]:
         return (OneTraceTable, ())

@@ -12,9 +12,8 @@ from enum import Enum
 
 from torch import fx
 
+from ..upstream import LITE_SWITCH as SWITCH
 from ..upstream import inductor_flag, mode_options, region_patches
-
-SWITCH = "fallback_by_default"
 
 
 class LiteState(str, Enum):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import traceback
-import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.policy_case import Tables, aten, backend, install, mixed, policy, wrong
+from benchmarks.policy_case import aten, backend, policy, wrong
+from benchmarks.policy_graph import Tables, install, mixed
 from inductor_passes.device_policy import OperatorPolicy, register_policy
 
 from . import NAME
 
-ROUNDS = 50
 x, y = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
 
 
@@ -117,46 +117,91 @@ def scalar() -> list[str]:
     return close((out,), (x * 20,))
 
 
+def lite() -> list[str]:
+    """In lite mode a policy has a say in marked regions alone; under plain torch.compile none, or it is refused."""
+
+    def call(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> Any:
+        plain = F.relu(a) * w, F.gelu(a), F.silu(a)
+        with torch.fx.traceback.annotate({"compile_with_inductor": 0}):
+            a = a * 2  # lite mode makes equal nodes one, marked or not
+            return *plain, F.relu(a) * w, F.gelu(a), F.silu(a), F.relu(b), F.gelu(b)
+
+    stock = (F.relu(x), F.gelu(x), F.silu(x), F.relu(2 * x), F.gelu(2 * x), F.silu(2 * x), F.relu(y), F.gelu(y))
+    want = (*stock[:3], F.relu(2 * x) + 100, x * 20, *stock[5:])
+    made = policy("A", NAME)
+    assert made is not None
+    w = torch.ones(8).to(NAME).requires_grad_(True)
+    given = (x.to(NAME), y, w)
+    options = {**torch._inductor.list_mode_options("lite"), "policy": made}
+    ours = torch.compile(call, backend="collective_identity", options=options, fullgraph=True)
+    out = ours(*given)
+    (out[0] + out[3]).sum().backward()
+    assert w.grad is not None
+    bad = close((*out, w.grad), (*want, 3 * F.relu(x) + 100))
+    torch._dynamo.reset()
+    with register_policy(NAME, made):
+        alone = torch.compile(call, mode="lite", fullgraph=True)(*given)
+    bad += close(alone, stock)
+    torch._dynamo.reset()
+    try:
+        torch.compile(call, backend=made.backend(), mode="lite", fullgraph=True)(*given)
+    except Exception as error:
+        return bad if "lite mode" in str(error) else [*bad, f"another error: {error}"]
+    return [*bad, "policy.backend() was not refused in lite mode"]
+
+
+def refused() -> list[str]:
+    """Modes that policies do not cover, asked for as users ask: by name, before anything is lowered."""
+    from torch._inductor import compile_fx
+
+    made, a = policy("A", NAME), x.to(NAME)
+    assert made is not None
+    exported = torch.export.export(Relu(), (a,)).module()
+
+    def under(options: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: torch.compile(F.relu, backend=made.backend(), options=options)(a)
+
+    def subprocess(mode: str) -> Callable[[], Any]:
+        def run() -> Any:
+            with mock.patch.object(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode[mode]):
+                return torch.compile(F.relu, backend=made.backend())(a)
+
+        return run
+
+    asked = {
+        "AOTInductor": lambda: torch._inductor.aot_compile(exported, (a,)),  # type: ignore[arg-type]
+        "cpp_wrapper": under({"cpp_wrapper": True}), "freezing": under({"freezing": True}),
+        "SUBPROCESS": subprocess("SUBPROCESS"), "SERIALIZE": subprocess("SERIALIZE"),
+    }  # fmt: skip
+    bad = []
+    for name, ask in asked.items():
+        torch._dynamo.reset()
+        with register_policy(NAME, made) if name == "AOTInductor" else nullcontext():
+            try:
+                ask()
+                bad.append(f"{name} was not refused")
+            except Exception as error:
+                if name not in str(error) or "cannot be applied" not in str(error):
+                    bad.append(f"{name}: {type(error).__name__} {error}")
+    return bad
+
+
+class Relu(torch.nn.Module):
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        return F.relu(a)
+
+
 def close(out: Any, want: Any) -> list[str]:
     pairs = [(o.detach().cpu().float(), w.detach().cpu().float()) for o, w in zip(out, want, strict=True)]
     return [f"{o.tolist()} instead of {w.tolist()}" for o, w in pairs if not torch.allclose(o, w, atol=1e-5)]
 
 
-def threads() -> list[str]:
-    """Three threads, a policy each in turn, caches off; Dynamo's lock covers tracing, lazy backwards overlap."""
-    bad: list[str] = []
-    line = threading.Barrier(3)
-
-    def rounds(which: int) -> None:
-        try:
-            for number in range(ROUNDS):
-                name = "ABC"[(which + number) % 3]
-                code = mixed.__code__.replace(co_name=f"mixed_{which}_{number}")  # a new function for Dynamo
-                again = types.FunctionType(code, mixed.__globals__)
-                line.wait(120)
-                call = compiled(again, name, options={"force_disable_caches": True})
-                bad.extend(f"round {number} {name}: {one}" for one in wrong(call, name, NAME))
-        except Exception:
-            bad.append(traceback.format_exc()[-2000:])
-            line.abort()
-
-    running = [threading.Thread(target=rounds, args=(which,)) for which in range(3)]
-    for one in running:
-        one.start()
-    for one in running:
-        one.join()
-    return bad
-
-
-CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar, threads)
+CASES = (sequence, registered, composed, kernels, nested, cond, dynamic, strided, scalar, lite, refused)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     install(NAME)
-    torch.compile(lambda a, b: (a + 1, b + 1))(x.to(NAME), y)  # torch fills its own tables lazily
-    import inductor_passes  # noqa: F401
-
     only = sys.argv[1:]
     found: dict[str, Any] = {}
     for case in CASES:
