@@ -287,33 +287,6 @@ def reshard_all(model: nn.Module) -> None:
         module.reshard()
 
 
-def backend(name: str) -> Any:
-    """The ``torch.compile`` backend of that name (``torch._dynamo.backends.registry``)."""
-    return torch._dynamo.lookup_backend(name)
-
-
-def traced(run: Any, inputs: list[torch.Tensor]) -> Any:
-    """The FX graph of ``run`` on fake tensors like ``inputs``, autograd included, annotations kept.
-
-    ``make_fx``, ``preserve_node_meta`` and one-threaded autograd, as torch/_functorch/aot_autograd.py puts them.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.traceback import preserve_node_meta
-
-    with preserve_node_meta(), torch.autograd.set_multithreading_enabled(False):
-        return make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-
-
-def last_traced_node() -> str:
-    """Name of the node that the surrounding ``make_fx`` traced last."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
-    assert mode is not None
-    last: torch.fx.Node = next(iter(reversed(mode.tracer.graph.nodes)))  # the reversed list is no iterator up to 2.11
-    return last.name
-
-
 def outside_selection() -> AbstractContextManager[None]:
     """Keeps what runs inside from a selective checkpoint, which looks up every operator it did not see in forward.
 

@@ -24,6 +24,7 @@ from .data_parallel_units import Owned, UnitChoice, choose, owned
 from .errors import InstallError
 from .expected import expected_collectives
 from .runtime import BINDINGS, METHODS, UNIT, Unit, capture_by_class, gather
+from .stale_optimizers import warn_of_stale_optimizers
 
 logger = logging.getLogger("collective_identity.fsdp_hooks")
 
@@ -111,6 +112,7 @@ def data_parallel(
     record.bind()
     _take_over(record)
     model.__dict__[RECORD] = record
+    warn_of_stale_optimizers(model)
     for prefix, module, below in inner:
         below.move_below(prefix, record.root)
         session.declare(collective_identity.ledger.Expectation(model=type(module).__name__, world={}, rows=()))

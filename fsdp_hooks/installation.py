@@ -19,6 +19,7 @@ from .accumulated import Accumulated
 from .errors import InstallError
 from .expected import declare_again, expected_collectives
 from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capture_by_class
+from .stale_optimizers import warn_of_stale_optimizers
 from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
 
 logger = logging.getLogger("collective_identity.fsdp_hooks")
@@ -100,6 +101,7 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     touched = (*installation.managed, *installation.bound)
     installation.classes = capture_by_class(touched, refusals.methods_of_installed)
     model.__dict__[_INSTALLED] = installation
+    warn_of_stale_optimizers(model)
 
     if expected.rows:  # one rank alone neither gathers nor reduces
         session.declare(expected)

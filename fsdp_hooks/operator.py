@@ -190,9 +190,9 @@ def _unshard(
     return _Unshard.apply(shard, accumulator, pending, partial, UnshardArgs(*args))
 
 
-_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-_LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("unshard", _unshard, "CompositeImplicitAutograd")
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("unshard", _unshard, "CompositeImplicitAutograd")
 
 
 def unshard(

@@ -56,6 +56,7 @@ class Slot:
 
     tensor: torch.Tensor
     owners: tuple[tuple[dict[str, Any], nn.Module, str], ...]
+    name: str
 
     @property
     def trainable(self) -> bool:
@@ -68,6 +69,16 @@ class Slot:
             gathered = name in module.__dict__.get(BINDINGS, ())
             table[name] = _Shard(part) if gathered else like(part, self.tensor)
 
+    def put_whole(self, part: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Have the modules read the tensor as it is outside forward, around ``part``, with its gradient; returns it."""
+        whole = like(part.detach(), self.tensor)
+        if isinstance(self.tensor, nn.Parameter):
+            whole.requires_grad_(self.trainable)._is_param = True  # type: ignore[attr-defined]
+        whole.grad = None if gradient is None else like(gradient, self.tensor)
+        for table, _, name in self.owners:
+            table[name] = whole
+        return whole
+
     def put_back(self) -> None:
         """Have the modules read the tensor itself again."""
         for table, _, name in self.owners:
@@ -75,15 +86,33 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> tuple[Slot, ...]:
-    """Every parameter, then every buffer of a model; tied ones once."""
-    found: dict[int, tuple[torch.Tensor, list[tuple[dict[str, Any], nn.Module, str]]]] = {}
+    """Every parameter, then every buffer of a model; tied ones once, by their first name."""
+    found: dict[int, tuple[torch.Tensor, list[tuple[dict[str, Any], nn.Module, str]], str]] = {}
     for kind in ("_parameters", "_buffers"):
-        for module in model.modules():
+        for prefix, module in model.named_modules():
             table = getattr(module, kind)
             for name, tensor in table.items():
                 if tensor is not None:
-                    found.setdefault(id(tensor), (tensor, []))[1].append((table, module, name))
-    return tuple(Slot(tensor, tuple(owners)) for tensor, owners in found.values())
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    found.setdefault(id(tensor), (tensor, [], fqn))[1].append((table, module, name))
+    return tuple(Slot(tensor, tuple(owners), fqn) for tensor, owners, fqn in found.values())
+
+
+@contextmanager
+def standing_in(
+    slots: Sequence[Slot], parts: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> Iterator[list[torch.Tensor]]:
+    """Have the model hold what it holds outside forward, around ``parts``; yields the trainable parameters."""
+    given = iter(gradients)
+    try:
+        whole = [
+            slot.put_whole(part, next(given) if slot.trainable else None)
+            for slot, part in zip(slots, parts, strict=True)
+        ]
+        yield [one for slot, one in zip(slots, whole, strict=True) if slot.trainable]
+    finally:
+        for slot in slots:
+            slot.put_back()
 
 
 @contextmanager

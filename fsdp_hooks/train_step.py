@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 import collective_identity as ci
 from collective_identity.ledger import GraphKind
 
-from . import compat
-from .errors import InstallError, UnsupportedOption
+from . import compat, compat_step
+from .errors import InstallError
 from .installation import install, is_installed, uninstall
 from .step_inputs import Batch, Slot, like, local, slots_of, swapped
-from .step_optimizer import TracedOptimizer
 from .step_reshard import gather_again
+from .step_update import Update
 
 Loss = Callable[..., Any]
 
@@ -31,15 +31,13 @@ class TrainStep:
     """A traced training step; call it with a batch of the shapes it was traced with.
 
     Attributes:
-        graph_module: the graph. Inputs: this rank's part of every parameter, the buffers, the optimizer's state, the
-            batch; it updates the first three in place, as eager training does, and returns what the loss function
-            returned and the gradients.
+        graph_module: the graph. Inputs: this rank's part of every parameter, the buffers, the optimizer's state and
+            learning rates, the scaler's scale, the batch; it updates all but learning rates and batch in place, as
+            eager training does, and returns what the loss function returned and the gradients.
     """
 
-    def __init__(
-        self, model: nn.Module, slots: tuple[Slot, ...], batch: Batch, optimizer: TracedOptimizer | None
-    ) -> None:
-        self._model, self._slots, self._batch, self._optimizer = model, slots, batch, optimizer
+    def __init__(self, model: nn.Module, slots: tuple[Slot, ...], batch: Batch, update: Update) -> None:
+        self._model, self._slots, self._batch, self._update = model, slots, batch, update
         self.graph_module: fx.GraphModule = fx.GraphModule(nn.Module(), fx.Graph())
         self._returned: Any = None
         self._run: Callable[..., Any] | None = None
@@ -51,12 +49,12 @@ class TrainStep:
         are updated and ``param.grad`` stays None.
 
         Raises:
-            InstallError: a batch, a parameter or a hyperparameter is not as it was traced.
+            InstallError: a batch, a parameter or a hyperparameter is not as it was traced, or a gradient is left over
+                from an eager step, which the optimizer in the graph would not see.
         """
         found = Batch.of(args, kwargs)
         self._batch.expect(found)
-        if self._optimizer is not None:
-            self._optimizer.expect_unchanged()
+        self._update.expect_unchanged()
         compat.reshard_all(self._model)
         for slot in self._slots:
             if any(table.get(name) is not slot.tensor for table, _, name in slot.owners):
@@ -64,10 +62,17 @@ class TrainStep:
                     "the step expects the parameters and buffers that it was traced with, found "
                     f"{slot.owners[0][2]!r} of {type(slot.owners[0][1]).__name__} replaced: trace it again"
                 )
+            if self._update.optimizer is not None and slot.trainable and slot.tensor.grad is not None:
+                raise InstallError(
+                    f"the step expects no gradient in {slot.name!r}, found one, which its optimizer would not see: "
+                    "call optimizer.zero_grad() first, or leave optimizer out of trace_train_step to accumulate"
+                )
         with torch.no_grad():
             results = (self._run or self.graph_module)(*self._inputs(found.tensors))
-        if self._optimizer is None:
-            self._hand_over(results[len(results) - self._trained :])
+        if self._update.optimizer is None:
+            self._hand_over(results[self._returned.num_leaves :])
+        else:
+            self._update.optimizer.stepped()
         return pytree.tree_unflatten(list(results[: self._returned.num_leaves]), self._returned)
 
     def compile(
@@ -78,29 +83,13 @@ class TrainStep:
         Args:
             backend: a registered name, or what ``torch.compile(backend=)`` takes.
             options: the backend's own.
-
-        Raises:
-            UnsupportedOption: a fused optimizer is in the graph, which functionalization does not take.
         """
-        if self._optimizer is not None and any(group.get("fused") for group in self._optimizer.groups):
-            raise UnsupportedOption(
-                f"compile expects a step without {type(self._optimizer.optimizer).__name__} in the graph, found it: "
-                "torch cannot functionalize its fused step; leave optimizer out of trace_train_step and call "
-                "optimizer.step() after each step"
-            )
-        compiler = compat.backend(backend) if isinstance(backend, str) else backend
         extra = {} if options is None else {"options": dict(options)}
-        with torch.no_grad():
-            self._run = compiler(self.graph_module, self._inputs(self._batch.tensors), **extra)
+        self._run = compat_step.compiled(self.graph_module, self._inputs(self._batch.tensors), backend, extra)
         return self
 
-    @property
-    def _trained(self) -> int:
-        return 0 if self._optimizer is not None else sum(slot.trainable for slot in self._slots)
-
     def _inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        held = [local(slot.tensor) for slot in self._slots]
-        return [*held, *(self._optimizer.tensors() if self._optimizer else ()), *tensors]
+        return [*(local(slot.tensor) for slot in self._slots), *self._update.tensors(), *tensors]
 
     def _hand_over(self, gradients: Sequence[torch.Tensor | None]) -> None:
         trained = [slot.tensor for slot in self._slots if slot.trainable]
@@ -120,6 +109,8 @@ def trace_train_step(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    before_step: Callable[[nn.Module], Any] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> TrainStep:
     """Trace one training step of a ``fully_shard`` (or ``data_parallel``) model into one FX graph.
 
@@ -132,14 +123,21 @@ def trace_train_step(
             it. Ordinary PyTorch code; no branch may depend on a tensor's value.
         example_inputs: arguments of ``loss_fn`` after the model; shapes, dtypes and devices are those of every call.
         example_kwargs: its keyword arguments.
-        optimizer: its ``step`` becomes part of the graph, after the loss's backward. SGD, or Adam and AdamW with
-            ``fused=True``. None: gradients are handed over as ``backward`` does.
+        optimizer: its ``step`` becomes part of the graph, after the loss's backward. SGD, Adam, AdamW, RMSprop or
+            Adagrad; plain, ``foreach`` or ``fused``. Its learning rates may change between steps. None: gradients are
+            handed over as ``backward`` does.
+        before_step: ``before_step(model)`` runs in the graph between backward and the optimizer's step, on FSDP2's
+            parameters and their gradients: ``lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)``.
+        scaler: scales the loss before backward. With an optimizer the gradients are unscaled before ``before_step``,
+            a step with inf or NaN changes nothing, and the scale is updated, all in the graph; without one that is
+            left to you.
 
     Returns:
         The step: call it, or ``compile`` it first.
 
     Raises:
-        InstallError: the model is not sharded, is compiled, or the loss is not a scalar that needs gradients.
+        InstallError: the model is not sharded, is compiled, the loss is not a scalar that needs gradients, or the
+            optimizer's parameters are not the model's.
         UnsupportedOption: an FSDP2 option or an optimizer that cannot be captured.
     """
     compat.check_version()
@@ -147,17 +145,16 @@ def trace_train_step(
     if not was_installed:
         install(model)
     try:
-        return _trace(model, loss_fn, Batch.of(example_inputs, example_kwargs or {}), optimizer)
+        slots = slots_of(model)
+        update = Update.of(slots, optimizer, before_step, scaler)
+        return _trace(TrainStep(model, slots, Batch.of(example_inputs, example_kwargs or {}), update), loss_fn)
     finally:
         if not was_installed:
             uninstall(model)
 
 
-def _trace(
-    model: nn.Module, loss_fn: Loss, batch: Batch, optimizer: torch.optim.Optimizer | None
-) -> TrainStep:
-    slots = slots_of(model)
-    step = TrainStep(model, slots, batch, None if optimizer is None else TracedOptimizer.of(optimizer))
+def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
+    model, slots, batch = step._model, step._slots, step._batch
     forward_ends = ""
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
@@ -166,7 +163,6 @@ def _trace(
         for place, slot in enumerate(slots):
             if slot.trainable:
                 parts[place] = parts[place].detach().requires_grad_()
-        rest = list(inputs[len(slots) : len(inputs) - len(batch.tensors)])
         args, kwargs = batch.with_tensors(inputs[len(inputs) - len(batch.tensors) :])
         with swapped(slots, parts), torch.enable_grad():
             returned = loss_fn(model, *args, **kwargs)
@@ -178,20 +174,19 @@ def _trace(
                 f"that begins with it, found {type(loss).__name__}"
                 + (f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
             )
-        forward_ends = compat.last_traced_node()
+        forward_ends = compat_step.last_traced_node()
+        traced = step._update.traced(inputs[len(slots) : len(inputs) - len(batch.tensors)])
         trained = [part for part, slot in zip(parts, slots, strict=True) if slot.trainable]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        with torch.enable_grad():
+            scaled = traced.scaled(loss)
+        gradients = torch.autograd.grad(scaled, trained, allow_unused=True)
         outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        if step._optimizer is None:
+        if step._update.optimizer is None:
             return [*outputs, *gradients]
-        for part, gradient in zip(trained, gradients, strict=True):
-            part.grad = gradient
-        step._optimizer.step(
-            rest, {id(slot.tensor): part for part, slot in zip(parts, slots, strict=True) if slot.trainable}
-        )
+        traced.step(model, parts, gradients)
         return outputs
 
-    step.graph_module = gm = compat.traced(run, step._inputs(batch.tensors))
+    step.graph_module = gm = compat_step.traced(run, step._inputs(batch.tensors))
     ci.normalize(gm)
     forward = gather_again(gm, forward_ends)
     session = ci.session.ensure()

@@ -164,16 +164,20 @@ def _plus(a: int | None, b: int | None) -> int | None:
 def _split_over_graphs(
     holding: Sequence[tuple[Step, Tally]], wants: Sequence[_Want]
 ) -> tuple[Step, Tally] | None:
-    """The training steps as one, when only together they are what one of the declarations says."""
+    """The training steps as one, when only together they are what one of the declarations says, or pieces of it."""
     training = [step for step, _ in holding if step.kind == "training"]
     if len(training) < 2 or len(training) < len(holding):
         return None
     whole = merged(training)
     counts = tally(whole)
     alone = any(not _differences(want, step, t) for want in wants for step, t in holding)
-    if alone or not whole.known or not any(not _differences(want, whole, counts) for want in wants):
-        return None
-    return whole, counts
+    fits = any(not _differences(want, whole, counts) or _pieces(want, counts) for want in wants)
+    return (whole, counts) if fits and not alone and whole.known else None
+
+
+def _pieces(want: _Want, t: Tally) -> bool:
+    """Whether no parameter group has more than was declared: graphs around a break, not one step compiled twice."""
+    return all(n <= (want.groups.get(key, 0) or 0) for key, n in t.groups.items() if key[1] != "regather")
 
 
 def _beyond(want: _Want, step: Step, t: Tally) -> list[str]:

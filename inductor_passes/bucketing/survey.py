@@ -32,7 +32,9 @@ class Candidate:
         launch: what it launches.
         dtype: element type of the tensor sent.
         device: device of the tensor sent.
-        phase: ``"forward"``, ``"recompute"`` or ``"backward"``: buckets do not span them.
+        phase: ``"forward"``, ``"recompute"`` or ``"backward"``: buckets do not span them. A forward's collective
+            that stands after the first backward node of its graph is a recomputed one: in a whole training step a
+            parameter's second gather must not join the first, which would keep the full parameter all along.
         nbytes: the larger of input and output, in bytes; of a symbolic size its hint.
         static: no size or stride is symbolic.
     """
@@ -79,11 +81,13 @@ def survey(
     """Every collective of a graph, as a candidate or refused on its own account; both in graph order."""
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
+    backward_began = False
     for position, node in enumerate(nodes):
+        backward_began = backward_began or runs_in_backward(node)
         launch = launch_of(node)
         if launch is None:
             continue
-        found = _examine(node, position, launch, identities.get(node), kinds)
+        found = _examine(node, position, launch, identities.get(node), kinds, backward_began)
         if isinstance(found, Candidate):
             candidates.append(found)
         else:
@@ -92,7 +96,12 @@ def survey(
 
 
 def _examine(
-    node: fx.Node, position: int, launch: Launch, identity: Identity | None, kinds: Collection[Transport]
+    node: fx.Node,
+    position: int,
+    launch: Launch,
+    identity: Identity | None,
+    kinds: Collection[Transport],
+    backward_began: bool,
 ) -> Candidate | Refusal:
     if launch.transport not in kinds:
         return Refusal(node, reasons.NOT_REQUESTED, f"transport {launch.transport.value}")
@@ -120,7 +129,7 @@ def _examine(
     if wrong is not None:
         return Refusal(node, reasons.SIZES_DISAGREE, wrong)
     in_backward = runs_in_backward(node)
-    recomputed = not in_backward and node.meta.get("autograd_backward") is True
+    recomputed = not in_backward and (backward_began or node.meta.get("autograd_backward") is True)
     return Candidate(
         node=node,
         position=position,

@@ -18,6 +18,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.distributed.own_gather import Float8Gathered
+
 WIDTH, OUT = 6, 4
 
 
@@ -273,10 +275,21 @@ def spmd() -> nn.Module:
     return fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
 
 
-def float8_like() -> nn.Module:
-    model = sharded()
-    local = model.head.weight._local_tensor
-    local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *args, **kwargs: None
+def float8_gathered() -> nn.Module:
+    """Trains with eager FSDP2, which gathers one weight with float8's few values."""
+    torch.manual_seed(0)
+    model = Model()
+    weight = model.blocks[0].down.weight
+    model.blocks[0].down.weight = nn.Parameter(Float8Gathered(weight.detach()))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh_of())
+    fully_shard(model, mesh=mesh_of())
+    model(torch.ones(4, WIDTH)).sum().backward()
+    assert model.blocks[0].down.weight.grad is not None
+    model.blocks[0].unshard()
+    error = (model.blocks[0].down.weight - weight).abs().max()
+    assert 0 < error < weight.abs().max() / 8
+    model.blocks[0].reshard()
     return model
 
 
@@ -428,7 +441,7 @@ REFUSED: tuple[Row, ...] = (
     Row("unshard()", option("unshard"), "", refuse=installed("unshard")),
     Row("dp_mesh_dims", ("fully_shard(dp_mesh_dims)", "DataParallelMeshDims.shard", "DataParallelMeshDims.replicate"),
         "", build=spmd, refuse=lambda model: None),
-    Row("fsdp_pre_all_gather, fsdp_post_all_gather (float8)", (), "", build=float8_like, refuse=lambda model: None),
+    Row("fsdp_pre_all_gather, fsdp_post_all_gather (float8)", (), "", build=float8_gathered, refuse=lambda model: None),
     Row("a model on the meta device", (), "", refuse=lambda model: None,
         build=lambda: fully_shard(nn.Linear(4, 4, device="meta"), mesh=mesh_of())),
     Row("set_keep_unsharded_storage(True)", option("set_keep_unsharded_storage"), "",

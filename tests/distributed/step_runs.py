@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +32,36 @@ def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True, maximize=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1),
+}
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+@dataclass(frozen=True)
+class Run:
+    """One comparison: a set-up of capture_cases, an optimizer, and what is in the graph."""
+
+    case: str
+    optimizer: str
+    inside: bool = True
+    options: dict[str, Any] | None = None
+    clip: bool = False
+
+    @property
+    def name(self) -> str:
+        said = f"{self.case}, {self.optimizer}", self.inside and "in the graph", self.clip and "clipped"
+        return ", ".join(one for one in (*said, self.options is not None and "compiled") if one)
+
+
+def clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
 def prepared(name: str) -> nn.Module:
@@ -47,13 +72,30 @@ def prepared(name: str) -> nn.Module:
     return model
 
 
-def eager(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int = 0) -> list[float]:
+class Rates:
+    """A learning-rate schedule that changes at every step, and says so if it thinks that no step was taken."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+    def step(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self._schedule.step()
+
+
+def eager(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates, run: Run, rank: int, first: int = 0
+) -> list[float]:
     losses = []
     for step in range(first, first + STEPS):
         loss = loss_fn(model, batch(rank, step))
         loss.backward()
+        if run.clip:
+            clip(model)
         optimizer.step()
         optimizer.zero_grad()
+        rates.step()
         losses.append(loss.item())
     return losses
 
@@ -64,38 +106,47 @@ def difference(one: nn.Module, other: nn.Module) -> float:
     return max((a[key].float() - b[key].float()).abs().max().item() for key in a if a[key].numel())
 
 
-def replay(
-    rank: int, ranks: int, cases: list[tuple[str, str, bool, dict[str, Any] | None]]
-) -> dict[str, dict[str, Any]]:
-    """`(case, optimizer, in the graph, backend options)`: 5 steps replayed, then 5 eager ones, against 10 eager."""
+def replay(rank: int, ranks: int, runs: list[Run]) -> dict[str, dict[str, Any]]:
+    """5 steps replayed, then 5 eager ones, against 10 eager; the learning rate changes at each."""
     warnings.simplefilter("ignore")
     found = {}
-    for name, make, inside, options in cases:
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = globals()[make]
-        reference = prepared(name)
+    for run in runs:
+        make = OPTIMIZERS[run.optimizer]
+        reference = prepared(run.case)
         data = data_rank(rank, reference)
-        reference_optimizer = make_optimizer(reference)
-        expected = eager(reference, reference_optimizer, data)
-        model = prepared(name)
-        optimizer = make_optimizer(model)
+        reference_optimizer = make(reference.parameters())
+        reference_rates = Rates(reference_optimizer)
+        expected = eager(reference, reference_optimizer, reference_rates, run, data)
+        model = prepared(run.case)
+        optimizer = make(model.parameters())
+        rates = Rates(optimizer)
         with ci.enable():
             step = fsdp_hooks.trace_train_step(
-                model, loss_fn, (batch(data, 0),), optimizer=optimizer if inside else None
+                model,
+                loss_fn,
+                (batch(data, 0),),
+                optimizer=optimizer if run.inside else None,
+                before_step=clip if run.inside and run.clip else None,
             )
             report = ci.report().to_dict()
-            if options is not None:
-                step.compile(options=options)
+            if run.options is not None:
+                step.compile(options=run.options)
             losses = []
             for number in range(STEPS):
                 losses.append(step(batch(data, number)).item())
-                if not inside:
+                if not run.inside:
                     optimizer.step()
                     optimizer.zero_grad()
+                rates.step()
         replayed = difference(reference, model)
-        again = eager(reference, reference_optimizer, data, STEPS), eager(model, optimizer, data, STEPS)
+        again = (
+            eager(reference, reference_optimizer, reference_rates, run, data, STEPS),
+            eager(model, optimizer, rates, run, data, STEPS),
+        )
         identities = [ci.identity_of(node) for node in ci.start_nodes(step.graph_module)]
-        found[f"{name}, {make}{', in the graph' if inside else ''}{', compiled' if options is not None else ''}"] = {
+        found[run.name] = {
             "loss": max(abs(a - b) for a, b in zip(expected, losses, strict=True)),
+            "moved": losses[0] != losses[-1],
             "parameters": replayed,
             "eager afterwards": max(abs(a - b) for a, b in zip(*again, strict=True)),
             "roles": dict(Counter(i.role for i in identities if i is not None and i.source is ci.Source.EXPLICIT)),
@@ -104,6 +155,82 @@ def replay(
             "captured": report["collectives"]["captured"],
         }
     return found
+
+
+def scaled(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
+    """A gradient scaler in the graph: one rank's third batch overflows, the scale grows after two good steps."""
+    warnings.simplefilter("ignore")
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def data(step: int) -> torch.Tensor:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        return x * float("inf") if step == 2 and rank == 1 else x
+
+    def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        fully_shard(model[0])
+        fully_shard(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=48.0, growth_interval=2)
+        return model, OPTIMIZERS[kind](model.parameters()), scaler
+
+    found = {}
+    for kind, clipped, inside, options in (
+        ("adamw fused", False, True, None),
+        ("adamw fused", True, True, {"inner": "aot_eager"}),
+        ("adamw foreach", True, True, None),
+        ("sgd", False, True, {"inner": "aot_eager"}),
+        ("adamw", True, False, None),
+    ):
+        one, optimizer, scaler = made(kind)
+        two, other, theirs = made(kind)
+        step = fsdp_hooks.trace_train_step(
+            two,
+            loss,
+            (data(0),),
+            optimizer=other if inside else None,
+            before_step=clip if clipped and inside else None,
+            scaler=theirs,
+        )
+        if options is not None:
+            step.compile(options=options)
+
+        def finish(
+            model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clipped: bool
+        ) -> None:
+            if clipped:
+                scaler.unscale_(optimizer)
+                clip(model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        losses, scales = [], []
+        for number in range(6):
+            value = loss(one, data(number))
+            scaler.scale(value).backward()
+            finish(one, optimizer, scaler, clipped)
+            replayed = step(data(number))
+            if not inside:
+                finish(two, other, theirs, clipped)
+            losses.append((value.item(), replayed.item()))
+            scales.append((scaler.get_scale(), theirs.get_scale()))
+        states = zip(optimizer.state.values(), other.state.values(), strict=True)
+        name = f"{kind}{', clipped' * clipped}{', outside' * (not inside)}{', compiled' * (options is not None)}"
+        found[name] = {
+            "losses": all(a == b for number, (a, b) in enumerate(losses) if number != 2 or rank != 1),
+            "scales": scales == [(a, a) for a in (48.0, 96.0, 48.0, 48.0, 96.0, 96.0)],
+            "parameters": difference(one, two),
+            "moved": losses[0][0] != losses[5][0],
+            "state": all(torch.equal(whole(a[key]), whole(b[key])) for a, b in states for key in a),
+        }
+    return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class Noisy(nn.Module):
@@ -172,19 +299,35 @@ def wrong(rank: int, ranks: int) -> dict[str, str]:
     model = prepared("uneven")
     tokens = batch(rank, 0)
     trace = fsdp_hooks.trace_train_step
-    optimizer = adamw(model)
+    optimizer = OPTIMIZERS["adamw fused"](model.parameters())
     step = trace(model, loss_fn, (tokens,), optimizer=optimizer)
     attempt("other shape", lambda: step(tokens[:2]))
     attempt("other structure", lambda: step(tokens, tokens))
     attempt("other dtype", lambda: step(tokens.int()))
-    optimizer.param_groups[0]["lr"] = 0.5
-    attempt("other lr", lambda: step(tokens))
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    attempt("other weight decay", lambda: step(tokens))
+    optimizer.param_groups[0]["weight_decay"] = 1e-2
+    loss_fn(model, tokens).backward()
+    attempt("left-over gradient", lambda: step(tokens))
+    optimizer.zero_grad()
+
+    def refused(name: str, optimizer: torch.optim.Optimizer | None, **how: Any) -> None:
+        attempt(name, lambda: trace(model, loss_fn, (tokens,), optimizer=optimizer, **how))
+
+    parameters = list(model.parameters())
+    refused("stale", torch.optim.SGD(capture_cases.Model().parameters(), lr=0.1))
+    refused("adamax", torch.optim.Adamax(parameters))
+    refused("dampening", torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1))
+    refused("tensor lr", torch.optim.AdamW(parameters, lr=torch.tensor(0.1)))
+    refused("differentiable", torch.optim.SGD(parameters, lr=0.1, differentiable=True))
+    hooked = torch.optim.SGD(parameters, lr=0.1)
+    hooked.register_step_post_hook(lambda *args: None)
+    refused("hooks", hooked)
+    refused("fused sgd", torch.optim.SGD(parameters, lr=0.1, fused=True))
+    refused("before_step alone", None, before_step=clip)
     attempt("not sharded", lambda: trace(nn.Linear(2, 2), loss_fn, (tokens,)))
-    attempt("fused in a compile", step.compile)
     attempt("no scalar", lambda: trace(model, lambda m, t: m(t), (tokens,)))
     attempt("no gradient", lambda: trace(model, lambda m, t: m(t).detach().sum(), (tokens,)))
-    attempt("not fused", lambda: trace(model, loss_fn, (tokens,), optimizer=torch.optim.AdamW(model.parameters())))
-    attempt("adagrad", lambda: trace(model, loss_fn, (tokens,), optimizer=torch.optim.Adagrad(model.parameters())))
     fixed = trace(model, lambda m, t, scale: loss_fn(m, t) * scale, (tokens, 2.0))
     attempt("other constant", lambda: fixed(tokens, 3.0))
     said["eager still works"] = str(bool(torch.isfinite(loss_fn(model, tokens))))

@@ -11,7 +11,7 @@ from torch import fx
 
 from collective_identity.identity import Source
 from collective_identity.store import identity_of
-from collective_identity.transports import Transport
+from collective_identity.transports import Transport, start_nodes
 from inductor_passes.bucketing import REASONS, Plan, bucket_collectives, plan_buckets
 from tests.graphs import Builder, Collective, identity
 
@@ -184,6 +184,29 @@ def test_forward_and_backward_do_not_share_a_bucket() -> None:
     plan = plan_buckets(gm, identities={c.start: identity(UNSHARD) for c in made})
     assert members(plan) == [names(*made[:2])]
     assert reasons(plan) == {made[2].start.name: "phase"}
+
+
+@pytest.mark.parametrize("order", ["param_group", "graph"])
+def test_a_whole_steps_second_gathers_stay_in_backward(order: str) -> None:
+    """Forward and backward in one graph, as `trace_train_step` makes it and AOTAutograd hands it on: the copies that
+    backward gathers are marked as the forward's, and nothing but their place tells them from the first gathers."""
+    b = Builder()
+    weights = [b.placeholder(f"w{i}") for i in range(2)]
+    first = [b.all_gather(w, role=UNSHARD, param_group="layer") for w in weights]
+    loss = b.call(torch.ops.aten.add.Tensor, *(c.wait for c in first))
+    begin = b.call(torch.ops.aten.ones_like.default, loss)
+    begin.meta["partitioner_tag"] = "is_backward"
+    again = [b.all_gather(w, role=UNSHARD, param_group="layer") for w in weights]
+    for c in again:
+        c.start.meta["partitioner_tag"] = "is_forward"
+    gradients = [b.call(torch.ops.aten.mul.Tensor, begin, c.wait) for c in again]
+    b.output(loss, *gradients)
+    gm = b.module()
+    plan = bucket_collectives(gm, order=order)
+    assert members(plan) == [names(*first), names(*again)]
+    nodes = list(gm.graph.nodes)
+    starts = [nodes.index(node) for node in start_nodes(gm)]
+    assert starts[0] < nodes.index(begin) < starts[1], "the second bucket waits for backward to begin"
 
 
 # ---- arguments and views of a plan

@@ -1,12 +1,16 @@
 """Mistakes in the order of fully_shard, install, torch.compile and the optimizer: each says what to do, or is harmless.
 
-Twice, on a sub-module, after compile, before ``fully_shard``: test_install.py. Ranks that differ: test_capture.py.
+Twice, on a sub-module, after compile, before ``fully_shard``: test_install.py. Ranks that install different models:
+tests/distributed/test_wrong_ranks.py.
 """
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -47,6 +51,60 @@ def test_an_optimizer_built_before_install_is_not_stale() -> None:
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     assert not torch.equal(before, model.head.weight.to_local())
+
+
+@pytest.mark.parametrize("captured", ["install", "data_parallel"])
+def test_an_optimizer_built_before_the_parameters_were_replaced_is_named(captured: str) -> None:
+    """Its steps change nothing, and nobody else would say so."""
+    model = Model()
+    stale = torch.optim.AdamW(model.parameters(), lr=0.1)
+    mesh = init_device_mesh("cpu", (4,))
+    with pytest.warns(UserWarning, match="AdamW holds parameters that .*Model had before .* sharded.* build the op"):
+        if captured == "install":
+            fully_shard(model, mesh=mesh)
+            fsdp_hooks.install(model)
+        else:
+            fsdp_hooks.data_parallel(model, mesh)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    model(torch.ones(2, 8)).sum().backward()
+    stale.step()
+    after = [parameter.to_local() for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "as the warning says"
+
+
+def test_an_optimizer_of_another_model_is_not_stale() -> None:
+    """One of the same shapes that is alive, and one whose model has other shapes and is gone."""
+    other = Model()
+    optimizers = [torch.optim.SGD(other.parameters(), lr=0.1), torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)]
+    model = sharded()
+    optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fsdp_hooks.install(model)
+    assert len(optimizers) == 3
+
+
+def test_fully_shard_inside_an_installed_model_is_refused_and_the_model_goes_on() -> None:
+    """FSDP2 shards inside out; what is sharded already it refuses itself."""
+    model = Model()
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard(model, mesh=mesh)
+    fsdp_hooks.install(model)
+    for inner in (model.blocks[1], model):
+        with pytest.raises((TypeError, AssertionError)):
+            fully_shard(inner, mesh=mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+
+def test_fully_shard_above_an_installed_model_cannot_run() -> None:
+    model = Model()
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard(model.blocks[1], mesh=mesh)
+    fsdp_hooks.install(model.blocks[1])
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match="already been lazily initialized for blocks.1"):
+        model(torch.ones(2, 8))
 
 
 def test_fully_shard_after_install_needs_another_install() -> None:
