@@ -174,7 +174,8 @@ def _entry_point() -> tuple[str, bool, str]:
 
 def _read(run: Path) -> Report:
     try:
-        return build_report(read_run(run))
+        with compat.collector_paused():
+            return build_report(read_run(run))
     except (RunFolderError, OSError) as error:
         _fail(str(error))
 

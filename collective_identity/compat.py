@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -207,3 +209,39 @@ def _new_fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def inductor_counters() -> Any | None:
+    """``torch._dynamo.utils.counters["inductor"]`` (PyTorch 2.11-2.15), None before Dynamo was imported."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", None)
+    return None if counters is None else counters["inductor"]
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """A JSON artifact for ``TORCH_TRACE`` and tlparse; `text` is called only where a handler listens.
+
+    ``trace_structured`` in torch/_logging/_internal.py, PyTorch 2.11-2.15.
+    """
+    handlers = logging.getLogger("torch.__trace").handlers
+    if all(type(h).__name__ == "LazyTraceHandler" and getattr(h, "root_dir", None) is None for h in handlers):
+        return  # nobody asked: torch's own handler would find that out after the text is made
+    try:
+        from torch._logging import trace_structured
+    except ImportError:
+        return
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Show a region in Dynamo's timings and PT2 compile events; nothing before Dynamo was imported.
+
+    ``dynamo_timed`` in torch/_dynamo/utils.py, PyTorch 2.11-2.15.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        yield
+        return
+    with utils.dynamo_timed(name, log_pt2_compile_event=True):
+        yield

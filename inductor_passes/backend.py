@@ -25,7 +25,7 @@ from torch import fx
 from torch._guards import CompileContext
 
 import collective_identity as ci
-from collective_identity import session
+from collective_identity import compat, session
 from collective_identity.codes import LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
@@ -276,7 +276,8 @@ class _Graph:
 
     def _look(self, gm: fx.GraphModule) -> Rows:
         """Classify without writing, and say what is wrong."""
-        seen = ci.classify_report(gm)
+        with compat.timed("collective_identity.classify"):
+            seen = ci.classify_report(gm)
         for node, absence in seen.absences.items():
             if absence.code is not None:
                 self._log.event(absence.code, node=node, pass_name=absence.pass_name, detail=absence.detail)
@@ -288,8 +289,9 @@ class _Graph:
 
     def transform(self, gm: fx.GraphModule) -> None:
         """Run the passes on the graph about to be lowered; where torch's own follow, watch them from here on."""
-        self._pipeline.run(gm, self._context)
-        self.after = ci.collective_table(gm)
+        with compat.timed("collective_identity.passes"):
+            self._pipeline.run(gm, self._context)
+            self.after = ci.collective_table(gm)
         self.transformed = True
         if self._upstreams is not None and not self._context.read_only and rewrites_collectives():
             if hooks_survive():
