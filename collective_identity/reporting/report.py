@@ -11,6 +11,7 @@ from .. import codes
 from .coverage import Coverage, cover
 from .jsonl import RankLog
 from .records import SCHEMA, EventRecord, ExpectedRecord, RunRecord
+from . import totals
 from .steps import CONFLICT, DROPPED, MALFORMED, PHASES, Graph, graphs_of, steps_of
 
 _AGREEMENT = ("differs", "timeout", "agreed", "alone", "skipped", "off")  # the first found speaks for the run
@@ -150,6 +151,8 @@ class Report:
             "collectives": first.collectives,
             "coverage": [asdict(row) for row in first.coverage.rows],
             "other": dict(first.coverage.other),
+            "roles": totals.by_role(first.graphs),
+            "losses": totals.losses(first.graphs),
             "steps": first.coverage.steps,
             "seconds": first.seconds,
             "graphs": [_graph(graph) for graph in first.graphs],
@@ -274,6 +277,8 @@ def _warned(events: Sequence[EventRecord], graphs: Sequence[Graph]) -> tuple[War
                     "role": e.role,
                     "pass": e.pass_name,
                     "detail": e.detail,
+                    "params": None if e.params is None else list(e.params),
+                    "stack": e.stack,
                 }
                 for e in found[:_EXAMPLES]
             ),
