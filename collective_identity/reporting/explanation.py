@@ -69,7 +69,7 @@ def _in_graph(graph: Graph, what: str) -> Iterator[dict[str, Any]]:
 def _verdict(graph: Graph, node: str, was: bool, final: str, left: Any, events: Iterable[dict[str, Any]]) -> str:
     codes = ", ".join(dict.fromkeys(f"{e['code']} {e['slug']}" for e in events if e["severity"] != "info"))
     if graph.after is None:
-        fate = f"the graph is {graph.state}" + (", from cache" if graph.cached else "") + ": what became of it is unknown"
+        fate = f"the graph is {graph.state}{', from cache' * graph.cached}: what became of it is unknown"
     elif left is None:
         fate = "not in the compiled graph under this name; see events and passes"
     elif final != node:

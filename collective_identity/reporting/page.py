@@ -37,7 +37,7 @@ def page(report: Report, *, title: str) -> str:
     )
     environment.filters["bytes"] = readable
     data = json.dumps(_data(report), separators=(",", ":"))
-    safe = data.replace("&", "\\u0026").replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    safe = data.replace("&", "\\u0026").replace("<", "\\u003c")  # no text of the run may end the script element
     return environment.get_template(_TEMPLATE).render(
         title=title, report=report.to_dict(), differences=rank_differences(report), data=safe
     )

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import codes
+from . import totals
 from .coverage import Coverage, cover
 from .jsonl import RankLog
 from .records import SCHEMA, EventRecord, ExpectedRecord, RunRecord
-from . import totals
 from .steps import CONFLICT, DROPPED, MALFORMED, PHASES, Graph, graphs_of, steps_of
 
 _AGREEMENT = ("differs", "timeout", "agreed", "alone", "skipped", "off")  # the first found speaks for the run

@@ -90,10 +90,11 @@ def _coverage(data: dict[str, Any], width: int) -> list[Table | Text]:
         good = row["expected"] is None or row["expected"] == row["captured"] == row["explicit"]
         shown = [Text(texts[place]) for header, texts in cells.items() if header not in empty]
         table.add_row(*shown, style=None if good else _STYLE["warning"])
-    names = [(cells[h][0], _NUMBERS[h].replace("_", " ")) for h in empty]
-    said = [f"{word}: {', '.join(n for v, n in names if v == value)}" for value, word in (("0", "none"), ("?", "unknown"))]
-    text = "; ".join(one for one in said if not one.endswith(": "))
-    return [table, Text(text, style="dim")] if empty else [table]
+    said = []
+    for value, word in (("0", "none"), ("?", "unknown")):
+        names = [_NUMBERS[header].replace("_", " ") for header in empty if cells[header][0] == value]
+        said += [f"{word}: {', '.join(names)}"] if names else []
+    return [table, Text("; ".join(said), style="dim")] if said else [table]
 
 
 _NUMBERS = {

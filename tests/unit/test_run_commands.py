@@ -35,7 +35,8 @@ def write(folder: Path, *, rank: int = 0, ranks: int = 1, short: bool = False, n
     log = book.begin_graph("forward", "0/0", "inductor")
     log.captured((*rows, lost))
     log.event(codes.DROPPED_MIXED, node="all_reduce_9", pass_name="upstream", detail=HOSTILE)
-    merged = dataclasses.replace(rows[0], node=name, nbytes=512, params=("w", "v"), members=(rows[0].node, rows[1].node))
+    members = (rows[0].node, rows[1].node)
+    merged = dataclasses.replace(rows[0], node=name, nbytes=512, params=("w", "v"), members=members)
     log.pass_ran("bucket", 0.1, True, {}, {}, {})
     log.finish((merged, *rows[2:], lost), compile_seconds=1.0)
     log = book.begin_graph("backward", "0/0", "inductor")
@@ -147,7 +148,8 @@ def test_diff_names_what_is_missing_and_where_it_begins(tmp_path: Path) -> None:
     assert coverage["captured"] == [6, 5] and coverage["phase"] == "forward"
     assert len(data["failures"]["only_b"]) == 1 and not data["failures"]["only_a"]
     shown = call("diff", a, b).stdout
-    assert "forward 0/0, captured: 7 -> 6 collectives" in shown and "- 1 x fsdp.param_unshard (all_gather) of w" in shown
+    assert "forward 0/0, captured: 7 -> 6 collectives" in shown
+    assert "- 1 x fsdp.param_unshard (all_gather) of w" in shown
 
 
 def test_diff_names_graphs_and_codes_of_one_run_alone(tmp_path: Path) -> None:
