@@ -245,3 +245,14 @@ def timed(name: str) -> Iterator[None]:
         return
     with utils.dynamo_timed(name, log_pt2_compile_event=True):
         yield
+
+
+def tracing() -> bool:
+    """Whether operators called now are being traced into a graph, or run on fake tensors only.
+
+    ``torch._C._get_dispatch_mode`` and its keys, PyTorch 2.11-2.15.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    key = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in (key.PROXY, key.FAKE, key.FUNCTIONAL))

@@ -38,6 +38,7 @@ from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, role_counts, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
+from .profiler_marks import mark_kernel
 from .random_in_checkpoints import RandomInCheckpoints
 from .reconcile import reconciled
 from .reshard import Reshard
@@ -164,6 +165,7 @@ class _Compile:
                 upstream.cache_key(self._tag, self._callers.cache_key_tag),
                 upstream.caches_disabled(not self._options.cacheable),
                 graph.upstreams(),
+                upstream.called_kernels(mark_kernel, self._tag),
                 upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
             ):
                 if lite_state(gm) is not LiteState.OFF:
