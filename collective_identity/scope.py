@@ -46,13 +46,14 @@ def role_scope(
         ValueError: a value is empty or of the wrong type, or the role is not namespaced, or unknown in
             ``fsdp.``.
     """
-    params = None if params is None or isinstance(params, str) else tuple(params)
+    if params is not None and not isinstance(params, str):
+        params = tuple(params)
     keys = {KEY: _payload(role, producer, group, param_group, params)}
     if _in_autograd_backward() if backward is None else backward:
         keys[BACKWARD_KEY] = _payload(role, producer, group, param_group, params)
     if torch.compiler.is_dynamo_compiling() or not torch.autograd._profiler_enabled():
         return annotate(keys)
-    return _profiled(keys, label_of(role, None if params is None else tuple(params), param_group))
+    return _profiled(keys, label_of(role, params, param_group))
 
 
 @contextmanager
