@@ -256,3 +256,30 @@ def tracing() -> bool:
         return True
     key = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in (key.PROXY, key.FAKE, key.FUNCTIONAL))
+
+
+def eager_fsdp_modules() -> tuple[str, ...]:
+    """Names of this process's modules under ``fully_shard`` whose own forward hooks are on; "(root)" without a name.
+
+    FQNs are from the root that FSDP2 found when it first ran; before that the class is named. A module that shards
+    nothing, on a mesh of one rank, is left out. Private names: ``_composable_state._module_state_mapping``,
+    ``FSDPState._pre_forward_hook_handle`` and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing
+    the answer is empty.
+    """
+    state_module = sys.modules.get("torch.distributed._composable_state")
+    found = []
+    try:
+        for module, reference in list(getattr(state_module, "_module_state_mapping", {}).items()):
+            state = reference()
+            handle = getattr(state, "_pre_forward_hook_handle", None)
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            group = groups[0]
+            if handle is None or group is None or group.mesh_info.mesh.size() == 1:
+                continue
+            handles = getattr(handle, "handles", (handle,))
+            if any((hooks := one.hooks_dict_ref()) is not None and one.id in hooks for one in handles):
+                name = getattr(group, "_module_fqn", None)
+                found.append(f"a {type(module).__name__}" if name is None else name or "(root)")
+    except (AttributeError, TypeError, RuntimeError):
+        return ()
+    return tuple(dict.fromkeys(found))

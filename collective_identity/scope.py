@@ -46,14 +46,13 @@ def role_scope(
         ValueError: a value is empty or of the wrong type, or the role is not namespaced, or unknown in
             ``fsdp.``.
     """
-    if params is not None and not isinstance(params, str):
-        params = tuple(params)
-    keys = {KEY: _payload(role, producer, group, param_group, params)}
+    names = params if params is None or isinstance(params, str) else tuple(params)
+    keys = {KEY: _payload(role, producer, group, param_group, names)}
     if _in_autograd_backward() if backward is None else backward:
-        keys[BACKWARD_KEY] = _payload(role, producer, group, param_group, params)
+        keys[BACKWARD_KEY] = _payload(role, producer, group, param_group, names)
     if torch.compiler.is_dynamo_compiling() or not torch.autograd._profiler_enabled():
         return annotate(keys)
-    return _profiled(keys, label_of(role, params, param_group))
+    return _profiled(keys, label_of(role, None if isinstance(names, str) else names, param_group))
 
 
 @contextmanager

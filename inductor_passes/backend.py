@@ -29,6 +29,7 @@ from collective_identity import compat, session
 from collective_identity.codes import LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
+from collective_identity.outside import say_eager_modules
 
 from . import coverage, upstream
 from .contract import GraphPass, PassContext
@@ -237,6 +238,7 @@ class _Compile:
             if self._ran:
                 return
             self._ran = True
+        say_eager_modules(self._session.ledger)
         for graph in list(self._graphs.values()):
             self._agree(graph)
 

@@ -290,7 +290,11 @@ def _warned(events: Sequence[EventRecord], graphs: Sequence[Graph]) -> tuple[War
 def _faults(rank: RankReport, kind: str) -> list[str]:
     if kind == "not_captured":
         rows = [row for row in rank.coverage.rows if row.not_captured]
-        return [f"{row.role}, {row.phase}: {row.not_captured} of {row.expected} not captured" for row in rows]
+        told = [e for w in rank.warnings if w.code == codes.NOT_CAPTURED.id for e in w.examples]
+        return [
+            *(f"{row.role}, {row.phase}: {row.not_captured} of {row.expected} not captured" for row in rows),
+            *(f"{codes.NOT_CAPTURED}: {example['detail']}" for example in told),
+        ]
     slug = {code.id: code.slug for code in codes.CODES.values()}
     wanted, absence = {
         "lost": (DROPPED, "dropped"),
