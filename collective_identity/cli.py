@@ -1,24 +1,21 @@
 """The command `collective-identity`: read a run, check it in CI, check passes, look at the installation.
 
-Exit codes: 0 fine; 1 the check found something (`check`, `debugify`, `doctor`); 2 wrong usage, or no readable input.
+Exit codes: 0 fine; 1 something was found (`check`, `diff`, `debugify`, `doctor`); 2 wrong usage, or no readable input.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from . import compat
 from .reporting.graph_commands import debugify_command, dump_command
-from .reporting.jsonl import RunFolderError, read_run
-from .reporting.report import FAULTS, Report, build_report
-from .reporting.terminal import render
+from .reporting.run_commands import check_command, diff_command, explain_command, report_command
 from .version import __version__
 
 app = typer.Typer(
@@ -29,57 +26,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_BAD_USAGE = 2
-
-RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Run folder, with one rank<N>.jsonl per rank.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
 
-
-@app.command("report")
-def report_command(run: RunFolder, as_json: AsJson = False) -> None:
-    """Show what a run captured, labelled, merged and lost.
-
-    Exit code 0 whatever the report says, 2 when RUN holds no readable run.
-    """
-    found = _read(run)
-    if as_json:
-        _print_json(found.to_dict())
-    else:
-        render(found)
-
-
-@app.command()
-def check(
-    run: RunFolder,
-    fail_on: Annotated[
-        str,
-        typer.Option(
-            "--fail-on", help=f"Comma-separated kinds of fault that fail the check: {', '.join(FAULTS)}."
-        ),
-    ] = ",".join(FAULTS),
-    as_json: AsJson = False,
-) -> None:
-    """Fail when a run lost, contradicted, refuted or missed identities, or is not what its producers
-    declared.
-
-    Exit code 0 when the run passes, 1 with the reasons when it does not, 2 when RUN holds no readable run.
-    """
-    found = _read(run)
-    kinds = [kind.strip() for kind in fail_on.split(",") if kind.strip()]
-    try:
-        reasons = [f"failure: {text}" for text in found.failures] + found.faults(kinds)
-    except ValueError as error:
-        _fail(f"--fail-on: {error}")
-    if as_json:
-        _print_json({"ok": not reasons, "fail_on": kinds, "reasons": reasons})
-    else:
-        for reason in reasons:
-            typer.echo(reason)
-        typer.echo("ok" if not reasons else f"{len(reasons)} reasons to fail")
-    if reasons:
-        raise typer.Exit(1)
+app.command("report")(report_command)
+app.command("check")(check_command)
+app.command("diff")(diff_command)
+app.command("explain")(explain_command)
 
 
 @app.command()
@@ -170,18 +122,6 @@ def _entry_point() -> tuple[str, bool, str]:
         "not installed: torch.compile(backend='collective_identity') needs the package installed, or "
         "backend=inductor_passes.backend.collective_identity from a checkout",
     )
-
-
-def _read(run: Path) -> Report:
-    try:
-        return build_report(read_run(run))
-    except (RunFolderError, OSError) as error:
-        _fail(str(error))
-
-
-def _fail(text: str) -> NoReturn:
-    print(f"error: {text}", file=sys.stderr)
-    raise typer.Exit(_BAD_USAGE)
 
 
 def _print_json(value: dict[str, Any]) -> None:

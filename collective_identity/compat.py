@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -207,3 +209,77 @@ def _new_fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def inductor_counters() -> Any | None:
+    """``torch._dynamo.utils.counters["inductor"]`` (PyTorch 2.11-2.15), None before Dynamo was imported."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", None)
+    return None if counters is None else counters["inductor"]
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """A JSON artifact for ``TORCH_TRACE`` and tlparse; `text` is called only where a handler listens.
+
+    ``trace_structured`` in torch/_logging/_internal.py, PyTorch 2.11-2.15.
+    """
+    handlers = logging.getLogger("torch.__trace").handlers
+    if all(type(h).__name__ == "LazyTraceHandler" and getattr(h, "root_dir", None) is None for h in handlers):
+        return  # nobody asked: torch's own handler would find that out after the text is made
+    try:
+        from torch._logging import trace_structured
+    except ImportError:
+        return
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Show a region in Dynamo's timings and PT2 compile events; nothing before Dynamo was imported.
+
+    ``dynamo_timed`` in torch/_dynamo/utils.py, PyTorch 2.11-2.15.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        yield
+        return
+    with utils.dynamo_timed(name, log_pt2_compile_event=True):
+        yield
+
+
+def tracing() -> bool:
+    """Whether operators called now are being traced into a graph, or run on fake tensors only.
+
+    ``torch._C._get_dispatch_mode`` and its keys, PyTorch 2.11-2.15.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    key = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in (key.PROXY, key.FAKE, key.FUNCTIONAL))
+
+
+def eager_fsdp_modules() -> tuple[str, ...]:
+    """Names of this process's modules under ``fully_shard`` whose own forward hooks are on; "(root)" without a name.
+
+    FQNs are from the root that FSDP2 found when it first ran; before that the class is named. A module that shards
+    nothing, on a mesh of one rank, is left out. Private names: ``_composable_state._module_state_mapping``,
+    ``FSDPState._pre_forward_hook_handle`` and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing
+    the answer is empty.
+    """
+    state_module = sys.modules.get("torch.distributed._composable_state")
+    found = []
+    try:
+        for module, reference in list(getattr(state_module, "_module_state_mapping", {}).items()):
+            state = reference()
+            handle = getattr(state, "_pre_forward_hook_handle", None)
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            group = groups[0]
+            if handle is None or group is None or group.mesh_info.mesh.size() == 1:
+                continue
+            handles = getattr(handle, "handles", (handle,))
+            if any((hooks := one.hooks_dict_ref()) is not None and one.id in hooks for one in handles):
+                name = getattr(group, "_module_fqn", None)
+                found.append(f"a {type(module).__name__}" if name is None else name or "(root)")
+    except (AttributeError, TypeError, RuntimeError):
+        return ()
+    return tuple(dict.fromkeys(found))

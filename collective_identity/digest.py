@@ -36,6 +36,7 @@ class CollectiveRow:
         absence: kind of absence when there is no role.
         code: id of the reason, ``"CI006"``, when there is one.
         backward: emitted by backward code, or a recomputed copy in a backward graph.
+        members: of a merged collective the node names of those it was made of, in bucket order.
     """
 
     index: int
@@ -56,6 +57,7 @@ class CollectiveRow:
     absence: str | None
     code: str | None
     backward: bool
+    members: tuple[str, ...] | None = None
 
 
 def collective_table(gm: fx.GraphModule, classification: Classification | None = None) -> tuple[CollectiveRow, ...]:
@@ -78,6 +80,7 @@ def collective_table(gm: fx.GraphModule, classification: Classification | None =
             identity = classification.identities.get(node)
             absence = classification.absences.get(node)
             sizes = [_numel(n) for n in launch.inputs]
+            merged = store.members_of(node)
             rows.append(
                 CollectiveRow(
                     index=len(rows),
@@ -98,6 +101,7 @@ def collective_table(gm: fx.GraphModule, classification: Classification | None =
                     absence=absence.kind if absence else None,
                     code=absence.code.id if absence and absence.code else None,
                     backward=in_backward or store.runs_in_backward(node),
+                    members=None if merged is None else tuple(member.name for member in merged.members),
                 )
             )
     return tuple(rows)

@@ -20,11 +20,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx
 
-from . import saved_graph
+from . import artifacts, saved_graph
 from .agreement import AgreementResult, AgreementState, RanksDisagree, agree
 from .codes import AGREEMENT_TIMEOUT, CODES, RANKS_DISAGREE, Code
 from .digest import CollectiveRow
 from .job import rank_and_ranks, run_and_restart
+from .places import place_of
 from .reporting.jsonl import RankLog, RankWriter
 from .reporting.records import (
     AgreementRecord,
@@ -39,6 +40,7 @@ from .reporting.records import (
     Record,
     RunRecord,
 )
+from .storage import Storage
 from .version import __version__
 
 __all__ = ["Expectation", "ExpectedRow", "GraphKind", "GraphLog", "Ledger"]
@@ -60,11 +62,11 @@ class Ledger:
         self._mode = mode
         self.run_dir = run_dir
         self._lock = threading.RLock()
-        self._records: list[Record] = []
+        self._records = Storage()
         self._graphs = 0
         self._writer: RankWriter | None = None
         self._closed = False
-        self._seen: set[tuple[object, ...]] = set()
+        self._seen: dict[int | None, set[tuple[object, ...]]] = {}
 
     @property
     def closed(self) -> bool:
@@ -93,7 +95,7 @@ class Ledger:
         self, code: Code, *, node: str | None = None, role: str | None = None, detail: str = ""
     ) -> None:
         """Record something that belongs to no graph, once per (code, node, detail)."""
-        if self._first((code.id, node, detail)):
+        if self._first(None, (code.id, node, detail)):
             self._event(None, "", code, node, role, None, detail)
 
     def take_over(self, other: Ledger) -> None:
@@ -109,14 +111,19 @@ class Ledger:
         with self._lock:
             return tuple(self._records)
 
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the records in memory: ``rows``, ``events``, and the numbering of ``texts`` (`Storage.nbytes`)."""
+        with self._lock:
+            return self._records.nbytes()
+
     def rank_log(self) -> RankLog:
         """The records in the form the report is built from."""
         with self._lock:
             if not self._records:
                 self._add_run()
-            first = self._records[0]
-            rank = first.rank if isinstance(first, RunRecord) else 0
-            return RankLog(rank, tuple(self._records))
+            records = tuple(self._records)
+            rank = records[0].rank if isinstance(records[0], RunRecord) else 0
+            return RankLog(rank, records)
 
     def close(self) -> None:
         """Write what was never written (an empty run still leaves its `run` line) and close the file."""
@@ -130,11 +137,18 @@ class Ledger:
                 self._writer.close()
                 self._writer = None
 
-    def _first(self, key: tuple[object, ...]) -> bool:
+    def _first(self, graph: int | None, key: tuple[object, ...]) -> bool:
         with self._lock:
-            known = key in self._seen
-            self._seen.add(key)
+            seen = self._seen.setdefault(graph, set())
+            known = key in seen
+            seen.add(key)
         return not known
+
+    def _ended(self, graph: int) -> None:
+        """A compile is over: forget what only tells its events apart."""
+        with self._lock:
+            self._seen.pop(graph, None)
+            self._records.graph_ended(graph)
 
     def _add(self, record: Record) -> None:
         with self._lock:
@@ -168,9 +182,9 @@ class Ledger:
         )
 
     def _append(self, record: Record) -> None:
-        self._records.append(record)
         if self._writer is not None:
             self._writer.write(record)
+        self._records.append(record)
 
     def _event(
         self,
@@ -183,6 +197,8 @@ class Ledger:
         detail: str,
         *,
         said: bool = False,
+        params: tuple[str, ...] | None = None,
+        stack: str | None = None,
     ) -> None:
         self._add(
             EventRecord(
@@ -196,13 +212,15 @@ class Ledger:
                 role,
                 pass_name,
                 detail,
+                params,
+                stack,
             )
         )
         if said:
             return
         logger.log(
             {"info": logging.DEBUG, "warning": logging.WARNING}.get(code.severity, logging.ERROR),
-            "%s %s: %s%s%s%s%s%s. %s",
+            "%s %s: %s%s%s%s%s%s%s%s. %s",
             code.id,
             code.slug,
             code.text,
@@ -210,6 +228,8 @@ class Ledger:
             f" of {where}" if where else "",
             f"; role {role}" if role else "",
             f"; pass {pass_name}" if pass_name else "",
+            f"; parameters {_few(params)}" if params else "",
+            f"; at {stack}" if stack else "",
             f"; {detail}" if detail else "",
             code.remedy,
         )
@@ -260,8 +280,11 @@ class GraphLog:
         """
         named = None if node is None else str(getattr(node, "name", node))
         place = named if named is not None else f"{pass_name} {detail}"
-        if self._ledger._first((self.number, code.id, place)):
-            self._ledger._event(self.number, self._where, code, named, role, pass_name, detail)
+        if self._ledger._first(self.number, (code.id, place)):
+            params, stack = place_of(node)
+            self._ledger._event(
+                self.number, self._where, code, named, role, pass_name, detail, params=params, stack=stack
+            )
 
     def pass_ran(
         self,
@@ -335,7 +358,8 @@ class GraphLog:
         """The compile ended with these collectives; `cached` when it came from a cache and no pass ran."""
         final = tuple(rows)
         self._absences((*self._captured, *final))
-        self._ledger._add(FinishRecord(self.number, final, cached, lite, compile_seconds))
+        finished = FinishRecord(self.number, final, cached, lite, compile_seconds)
+        self._ledger._add(finished)
         logger.info(
             "%s: %s%s, passes %.3f s%s%s",
             self._where,
@@ -345,13 +369,26 @@ class GraphLog:
             "" if compile_seconds is None else f" of {compile_seconds:.2f} s",
             "" if lite == "off" else f", lite {lite}",
         )
+        self._ended(finished)
 
     def failed(self, error: BaseException | str, *, compile_seconds: float | None = None) -> None:
         """The compile ended in an error."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._absences(self._captured)
-        self._ledger._add(FinishRecord(self.number, (), compile_seconds=compile_seconds, error=text))
+        finished = FinishRecord(self.number, (), compile_seconds=compile_seconds, error=text)
+        self._ledger._add(finished)
         logger.warning("%s: the compile failed: %s", self._where, text)
+        self._ended(finished)
+
+    def _ended(self, finished: FinishRecord) -> None:
+        artifacts.count(finished, self._captured)
+        artifacts.trace(self.kind, self.name, finished, self._captured, self._events)
+        self._captured = ()
+        self._ledger._ended(self.number)
+
+    def _events(self) -> tuple[EventRecord, ...]:
+        records = self._ledger.records()
+        return tuple(r for r in records if isinstance(r, EventRecord) and r.graph == self.number)
 
     def _absences(self, rows: Iterable[CollectiveRow]) -> None:
         """Say what the rows say and no event has: a lost payload is never silent."""
@@ -359,6 +396,10 @@ class GraphLog:
             code = CODES.get(row.code) if row.code else None
             if code is not None and row.absence in ("malformed", "dropped"):
                 self.event(code, node=row.node, role=row.role)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _by_role(rows: Iterable[CollectiveRow]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.fx.traceback import annotate
 
 from .identity import VERSION, Identity, Source
+from .profiling import label_of, marked
 from .roles import DEFAULT_ROLES
 from .store import BACKWARD_KEY, KEY
 
@@ -22,7 +23,7 @@ def role_scope(
     params: Iterable[str] | None = None,
     backward: bool | None = None,
 ) -> AbstractContextManager[None]:
-    """Give every collective traced inside an explicit identity; outside a trace it does nothing.
+    """Give every collective traced inside an explicit identity; outside a trace only profiles show it.
 
     Open one scope per hop: the role of a reduction is never that of the gather before it. In an autograd
     backward (``torch.autograd.Function.backward`` under AOTAutograd or ``make_fx``) the backward key is
@@ -45,10 +46,19 @@ def role_scope(
         ValueError: a value is empty or of the wrong type, or the role is not namespaced, or unknown in
             ``fsdp.``.
     """
-    keys = {KEY: _payload(role, producer, group, param_group, params)}
+    names = params if params is None or isinstance(params, str) else tuple(params)
+    keys = {KEY: _payload(role, producer, group, param_group, names)}
     if _in_autograd_backward() if backward is None else backward:
-        keys[BACKWARD_KEY] = _payload(role, producer, group, param_group, params)
-    return annotate(keys)
+        keys[BACKWARD_KEY] = _payload(role, producer, group, param_group, names)
+    if torch.compiler.is_dynamo_compiling() or not torch.autograd._profiler_enabled():
+        return annotate(keys)
+    return _profiled(keys, label_of(role, None if isinstance(names, str) else names, param_group))
+
+
+@contextmanager
+def _profiled(keys: dict[str, dict[str, object]], name: str) -> Iterator[None]:
+    with annotate(keys), marked(name):
+        yield
 
 
 def _in_autograd_backward() -> bool:

@@ -151,6 +151,12 @@ def launches(gm: fx.GraphModule) -> dict[fx.Node, Launch]:
     return found
 
 
+def is_launch_operator(target: object) -> bool:
+    """Whether an operator, by itself, launches a collective."""
+    overload = compat.op_overload_of(target)
+    return overload is not None and _operator(overload) is not None
+
+
 def is_start(node: fx.Node) -> bool:
     """Whether ``node`` launches a collective, in whatever form."""
     return launch_of(node) is not None

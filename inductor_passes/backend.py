@@ -25,10 +25,11 @@ from torch import fx
 from torch._guards import CompileContext
 
 import collective_identity as ci
-from collective_identity import session
+from collective_identity import compat, session
 from collective_identity.codes import LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
+from collective_identity.outside import say_eager_modules
 
 from . import coverage, upstream
 from .contract import GraphPass, PassContext
@@ -38,6 +39,7 @@ from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, role_counts, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
+from .profiler_marks import mark_kernel
 from .random_in_checkpoints import RandomInCheckpoints
 from .reconcile import reconciled
 from .reshard import Reshard
@@ -166,6 +168,7 @@ class _Compile:
                 upstream.cache_key(self._tag, self._callers.cache_key_tag),
                 upstream.caches_disabled(not self._cacheable),
                 graph.upstreams(),
+                upstream.called_kernels(mark_kernel, self._tag),
                 upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
             ):
                 if lite_state(gm) is not LiteState.OFF:
@@ -237,6 +240,7 @@ class _Compile:
             if self._ran:
                 return
             self._ran = True
+        say_eager_modules(self._session.ledger)
         for graph in list(self._graphs.values()):
             self._agree(graph)
 
@@ -278,7 +282,8 @@ class _Graph:
 
     def _look(self, gm: fx.GraphModule) -> Rows:
         """Classify without writing, and say what is wrong."""
-        seen = ci.classify_report(gm)
+        with compat.timed("collective_identity.classify"):
+            seen = ci.classify_report(gm)
         for node, absence in seen.absences.items():
             if absence.code is not None:
                 self._log.event(absence.code, node=node, pass_name=absence.pass_name, detail=absence.detail)
@@ -290,8 +295,9 @@ class _Graph:
 
     def transform(self, gm: fx.GraphModule) -> None:
         """Run the passes on the graph about to be lowered; where torch's own follow, watch them from here on."""
-        self._pipeline.run(gm, self._context)
-        self.after = ci.collective_table(gm)
+        with compat.timed("collective_identity.passes"):
+            self._pipeline.run(gm, self._context)
+            self.after = ci.collective_table(gm)
         self.transformed = True
         if self._upstreams is not None and not self._context.read_only and rewrites_collectives():
             if hooks_survive():

@@ -76,9 +76,11 @@ def _path(key: str) -> Path:
 
 
 def _rows(items: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRow, ...]:
-    return tuple(
-        CollectiveRow(**{**item, "params": None if item["params"] is None else tuple(item["params"])}) for item in items
-    )
+    def row(item: Mapping[str, Any]) -> CollectiveRow:
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in item.items()}
+        return CollectiveRow(**values)
+
+    return tuple(map(row, items))
 
 
 def describe(value: Any) -> str:

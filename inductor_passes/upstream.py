@@ -23,10 +23,12 @@ import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
 from collective_identity.ledger import GraphKind
+from collective_identity.profiling import mark_graph
 
 SUPPORTED = ((2, 11), (2, 15))
 
@@ -181,6 +183,69 @@ def post_grad_pass(
         yield
 
 
+_SchedulerPass: type[Any] = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)  # 2.13 and later
+
+
+class _BeforeFusion(_SchedulerPass):  # type: ignore[misc]
+    """The user's ``_pre_fusion_custom_pass`` first, then ours on each kernel that is called and not generated."""
+
+    def __init__(self, run: Callable[[Any, list[fx.Node]], None], identity: str, user: Any) -> None:
+        self._run, self._identity, self._user = run, identity, user
+
+    def __deepcopy__(self, memo: object) -> _BeforeFusion:
+        return self  # Inductor copies its configuration deeply
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        from torch._inductor import ir
+
+        if self._user is not None:
+            nodes = self._user(nodes)
+        for node in nodes:
+            for one in node.get_nodes():
+                if isinstance(one.node, ir.ExternKernel):
+                    self._run(one.node, [n for n in one.node.get_origins() if isinstance(n, fx.Node)])
+        return nodes
+
+    def uuid(self) -> Any | None:
+        if self._user is None:
+            return self._identity
+        user = self._user.uuid() if hasattr(self._user, "uuid") else None
+        return None if user is None else (self._identity, user)
+
+
+@contextmanager
+def called_kernels(run: Callable[[Any, list[fx.Node]], None], identity: str) -> Iterator[None]:
+    """Show ``run`` each kernel that the compile calls and does not generate, and the FX nodes it comes from.
+
+    ``_pre_fusion_custom_pass``, which lite mode runs as well; ``identity`` enters the cache key.
+    """
+    user = inductor_config._pre_fusion_custom_pass
+    with inductor_config.patch(_pre_fusion_custom_pass=_BeforeFusion(run, identity, user)):  # type: ignore[attr-defined]
+        yield
+
+
+def write_around(kernel: Any, imports: str, before: str, after: str) -> None:
+    """Have the generated Python code hold these lines around the call of a kernel.
+
+    ``ExternKernel.codegen(wrapper)`` in torch/_inductor/ir.py. C++ and FX wrappers hold no Python lines and get none.
+    """
+    if "codegen" in vars(kernel):
+        return  # marked already: a scheduler may be built twice
+    original = kernel.codegen
+
+    def codegen(wrapper: Any) -> None:
+        from torch._inductor.virtualized import V
+
+        if V.graph.cpp_wrapper or V.graph.fx_wrapper:
+            return original(wrapper)  # type: ignore[no-any-return]
+        wrapper.add_import_once(imports)
+        wrapper.writeline(before)
+        original(wrapper)
+        wrapper.writeline(after)
+
+    kernel.codegen = codegen
+
+
 def _compile_fx() -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
@@ -228,6 +293,7 @@ def aot_eager(
     def compile_as(kind: GraphKind) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
         def compile_graph(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
             compiler(graph, kind)
+            mark_graph(graph)
             graph.recompile()
             return make_boxed_func(graph.forward)
 

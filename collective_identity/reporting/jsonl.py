@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..compat import collector_paused
 from .records import BadRecord, Record, RunRecord, from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ def read_rank(path: Path, rank: int) -> RankLog:
         if not line:
             continue
         try:
-            record = from_json(json.loads(line))
+            with collector_paused():
+                record = from_json(json.loads(line))
         except (BadRecord, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             what = "cut off" if number == len(lines) else "unreadable"
             damaged.append(f"line {number} is {what} and skipped: {error}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, Union
 
@@ -89,12 +89,13 @@ class CapturedRecord:
     """The collectives of a graph before any of our passes."""
 
     graph: int
-    rows: tuple[CollectiveRow, ...]
+    rows: Sequence[CollectiveRow]
 
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """Something happened to an identity; `graph` is None outside a compile."""
+    """Something happened to an identity; `graph` is None outside a compile. `params` are the parameters' FQNs,
+    `stack` is the innermost line of the user's code, ``file:line in function``."""
 
     graph: int | None
     code: str
@@ -106,6 +107,8 @@ class EventRecord:
     role: str | None = None
     pass_name: str | None = None
     detail: str = ""
+    params: tuple[str, ...] | None = None
+    stack: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class FinishRecord:
     """A compile ended. `rows` are the collectives left; none when `cached`. `error` is set when it failed."""
 
     graph: int
-    rows: tuple[CollectiveRow, ...]
+    rows: Sequence[CollectiveRow]
     cached: bool = False
     lite: str = "off"
     compile_seconds: float | None = None
@@ -174,7 +177,7 @@ class BadRecord(ValueError):
 
 def to_json(record: Record) -> dict[str, Any]:
     """The JSON object of a record: `schema`, `kind`, then its fields in order."""
-    return {"schema": SCHEMA, "kind": _KIND_OF[type(record)], **_plain(record)}
+    return {"schema": SCHEMA, "kind": _KIND_OF[type(record)], **json_values(record)}
 
 
 def from_json(raw: object) -> Record:
@@ -190,25 +193,26 @@ def from_json(raw: object) -> Record:
     return record
 
 
-def _plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
+    """A record, a row or any value in it as JSON values; what JSON has no form for as its text."""
     if type(value) in _PRIMITIVES:
         return value
     fields = _FIELDS.get(type(value))
     if fields is not None:
-        return {name: _plain(getattr(value, name)) for name, _, _, _ in fields}
+        return {name: json_values(getattr(value, name)) for name, *_ in fields}
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+        return {str(k): json_values(v) for k, v in value.items()}
     if isinstance(value, (int, float, str)):
         return value
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [json_values(v) for v in value]
     return str(value)
 
 
 _PRIMITIVES = frozenset((type(None), bool, int, float, str))
 
-_Field: TypeAlias = tuple[str, Any, frozenset[Any], bool]
-"""(name, type, classes whose values need no closer look, required)"""
+_Field: TypeAlias = tuple[str, Any, frozenset[Any], bool, bool]
+"""(name, type, classes whose values need no closer look, required, may be a tuple of str)"""
 
 
 def _fields(cls: type[Any]) -> tuple[_Field, ...]:
@@ -218,7 +222,7 @@ def _fields(cls: type[Any]) -> tuple[_Field, ...]:
         hint = hints[f.name]
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-        found.append((f.name, hint, _PRIMITIVES.intersection(choices), required))
+        found.append((f.name, hint, _PRIMITIVES.intersection(choices), required, tuple[str, ...] in choices))
     return tuple(found)
 
 
@@ -229,10 +233,15 @@ _FIELDS: Mapping[type[Any], tuple[_Field, ...]] = types.MappingProxyType(
 
 def _build(cls: type[Any], raw: Mapping[str, Any], where: str) -> Any:
     values: dict[str, Any] = {}
-    for name, hint, at_once, required in _FIELDS[cls]:
+    for name, hint, at_once, required, texts in _FIELDS[cls]:
         if name in raw:
             value = raw[name]
-            values[name] = value if type(value) in at_once else _typed(hint, value, where, name)
+            if type(value) in at_once:
+                values[name] = value
+            elif texts and type(value) is list and all(type(v) is str for v in value):
+                values[name] = tuple(value)
+            else:
+                values[name] = _typed(hint, value, where, name)
         elif required:
             raise BadRecord(f"{where}: the field {name!r} is missing")
     return cls(**values)
@@ -254,7 +263,7 @@ def _typed(hint: Any, value: Any, where: str, name: str) -> Any:
         rest = [a for a in arguments if a is not type(None)]
         if len(rest) == 1:
             return _typed(rest[0], value, where, name)
-    elif origin is tuple and isinstance(value, list):
+    elif origin in (tuple, Sequence) and isinstance(value, list):
         return tuple(_typed(arguments[0], v, where, name) for v in value)
     elif origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         if isinstance(value, dict):

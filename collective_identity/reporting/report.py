@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import codes
+from . import totals
 from .coverage import Coverage, cover
 from .jsonl import RankLog
 from .records import SCHEMA, EventRecord, ExpectedRecord, RunRecord
@@ -150,6 +151,8 @@ class Report:
             "collectives": first.collectives,
             "coverage": [asdict(row) for row in first.coverage.rows],
             "other": dict(first.coverage.other),
+            "roles": totals.by_role(first.graphs),
+            "losses": totals.losses(first.graphs),
             "steps": first.coverage.steps,
             "seconds": first.seconds,
             "graphs": [_graph(graph) for graph in first.graphs],
@@ -274,6 +277,8 @@ def _warned(events: Sequence[EventRecord], graphs: Sequence[Graph]) -> tuple[War
                     "role": e.role,
                     "pass": e.pass_name,
                     "detail": e.detail,
+                    "params": None if e.params is None else list(e.params),
+                    "stack": e.stack,
                 }
                 for e in found[:_EXAMPLES]
             ),
@@ -285,7 +290,11 @@ def _warned(events: Sequence[EventRecord], graphs: Sequence[Graph]) -> tuple[War
 def _faults(rank: RankReport, kind: str) -> list[str]:
     if kind == "not_captured":
         rows = [row for row in rank.coverage.rows if row.not_captured]
-        return [f"{row.role}, {row.phase}: {row.not_captured} of {row.expected} not captured" for row in rows]
+        told = [e for w in rank.warnings if w.code == codes.NOT_CAPTURED.id for e in w.examples]
+        return [
+            *(f"{row.role}, {row.phase}: {row.not_captured} of {row.expected} not captured" for row in rows),
+            *(f"{codes.NOT_CAPTURED}: {example['detail']}" for example in told),
+        ]
     slug = {code.id: code.slug for code in codes.CODES.values()}
     wanted, absence = {
         "lost": (DROPPED, "dropped"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .. import codes
@@ -100,7 +100,7 @@ class Graph:
         if self.finish is None or self.finish.error is not None:
             return None
         unknown = self.finish.cached and not self.finish.rows and self.captured != ()  # nothing comes of nothing
-        return None if unknown else self.finish.rows
+        return None if unknown else tuple(self.finish.rows)
 
     def phase_of(self, row: CollectiveRow) -> str:
         """ "forward", "regather" (a gather on the backward side) or "backward" (a reduction)."""
@@ -167,9 +167,9 @@ def graphs_of(records: Iterable[Record]) -> tuple[Graph, ...]:
         if graph is None:
             continue  # a session's own record, or one whose `graph` line was damaged
         if isinstance(record, CapturedRecord):
-            graph.captured = record.rows
+            graph.captured = tuple(record.rows)
         elif isinstance(record, FinishRecord):
-            graph.finish = record
+            graph.finish = replace(record, rows=tuple(record.rows))
         elif isinstance(record, AgreementRecord):
             graph.agreement = record
         elif isinstance(record, EventRecord):

@@ -17,15 +17,18 @@ _PLAIN_WIDTH = 140  # columns where the output is no terminal
 
 def render(report: Report, *, file: IO[str] | None = None, width: int | None = None) -> None:
     """Print a report to `file` (stdout by default), in colour only when it is a terminal."""
-    console = Console(file=file, width=width, highlight=False, soft_wrap=False)
-    if width is None and not console.is_terminal:
-        console = Console(file=file, width=_PLAIN_WIDTH, highlight=False)
+    console = _console(file, width)
     data = report.to_dict()
     _head(console, data)
     if data["coverage"]:
-        console.print(_coverage(data))
+        for part in _coverage(data, console.width):
+            console.print(part)
+    if data["roles"]:
+        console.print(_totals(data))
     if data["graphs"]:
         console.print(_graphs(data))
+    if data["losses"]:
+        console.print(_losses(data))
     if data["warnings"]:
         console.print(_warnings(data))
     if len(data["by_rank"]) > 1:
@@ -46,6 +49,13 @@ def render_text(report: Report, *, width: int = _PLAIN_WIDTH) -> str:
     return out.getvalue()
 
 
+def _console(file: IO[str] | None, width: int | None) -> Console:
+    console = Console(file=file, width=width, highlight=False, soft_wrap=False)
+    if width is None and not console.is_terminal:
+        console = Console(file=file, width=_PLAIN_WIDTH, highlight=False)
+    return console
+
+
 def _head(console: Console, data: dict[str, Any]) -> None:
     run = data["run"] or {}
     counts = data["counts"]
@@ -62,24 +72,87 @@ def _head(console: Console, data: dict[str, Any]) -> None:
     )
 
 
-def _coverage(data: dict[str, Any]) -> Table:
-    table = Table(title="Coverage of one step", title_justify="left")
-    for column in ("role", "phase"):
-        table.add_column(column, no_wrap=True)
-    numbers = ("expected", "captured", "explicit", "inferred", "malformed", "unlabelled", "dropped")
-    for column in (*numbers, "not captured", "after passes", "natural buckets"):
-        table.add_column(column, justify="right")
-    for row in sorted(data["coverage"], key=lambda r: (r["role"], PHASES.index(r["phase"]))):
+def _coverage(data: dict[str, Any], width: int) -> list[Table | Text]:
+    """The table, and where the width is too small for all columns a line that names those left out: all zero."""
+    rows = sorted(data["coverage"], key=lambda r: (r["role"], PHASES.index(r["phase"])))
+    cells: dict[str, list[str]] = {"role": [row["role"] for row in rows], "phase": [row["phase"] for row in rows]}
+    for header, name in _NUMBERS.items():
+        cells[header] = [_number(row[name]) for row in rows]
+    needed = {h: max(map(len, (*h.split("\n"), *texts))) + 3 for h, texts in cells.items()}
+    empty = [] if sum(needed.values()) < width else [h for h in _MAY_GO if set(cells[h]) in ({"0"}, {"?"})]
+    tight = sum(n for h, n in needed.items() if h not in empty) >= width
+    table = Table(title="Coverage of one step", title_justify="left", padding=0 if tight else (0, 1))
+    for header in cells:
+        if header not in empty:
+            text = header in ("role", "phase")
+            table.add_column(header, no_wrap=text, overflow="fold", justify="left" if text else "right")
+    for place, row in enumerate(rows):
         good = row["expected"] is None or row["expected"] == row["captured"] == row["explicit"]
-        dropped = ", ".join(f"{n} {code}" for code, n in row["dropped"].items()) or 0
-        cells = [row["expected"], row["captured"], row["explicit"], row["inferred"], row["malformed"]]
-        cells += [row["unlabelled"], dropped, row["not_captured"], row["after"], row["buckets_expected"]]
+        shown = [Text(texts[place]) for header, texts in cells.items() if header not in empty]
+        table.add_row(*shown, style=None if good else _STYLE["warning"])
+    said = []
+    for value, word in (("0", "none"), ("?", "unknown")):
+        names = [_NUMBERS[header].replace("_", " ") for header in empty if cells[header][0] == value]
+        said += [f"{word}: {', '.join(names)}"] if names else []
+    return [table, Text("; ".join(said), style="dim")] if said else [table]
+
+
+_NUMBERS = {
+    "expected": "expected",
+    "captured": "captured",
+    "explicit": "explicit",
+    "inferred": "inferred",
+    "mal-\nformed": "malformed",
+    "un-\nlabelled": "unlabelled",
+    "dropped": "dropped",
+    "not\ncaptured": "not_captured",
+    "after\npasses": "after",
+    "natural\nbuckets": "buckets_expected",
+}
+_MAY_GO = ("inferred", "mal-\nformed", "un-\nlabelled", "dropped", "not\ncaptured")
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{n} {code}" for code, n in value.items()) or "0"
+    return "?" if value is None else str(value)
+
+
+def _totals(data: dict[str, Any]) -> Table:
+    table = Table(title="Sent by this rank, all graphs", title_justify="left")
+    table.add_column("role")
+    table.add_column("transport")
+    for column in ("captured", "bytes", "after passes", "bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in data["roles"]:
+        more = f" + {row['unknown_sizes']} of unknown size" if row["unknown_sizes"] else ""
         table.add_row(
-            Text(row["role"]),
-            Text(row["phase"]),
-            *map(_cell, cells),
-            style=None if good else _STYLE["warning"],
+            Text(row["role"] or "none"),
+            Text(row["transport"]),
+            str(row["captured"]),
+            readable(row["captured_bytes"]) + more,
+            str(row["after"]),
+            readable(row["after_bytes"]),
         )
+    return table
+
+
+def readable(count: int) -> str:
+    """A number of bytes in binary units: ``1.50 MiB``."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+def _losses(data: dict[str, Any]) -> Table:
+    table = Table(title="Identities lost, by pass", title_justify="left")
+    table.add_column("pass")
+    table.add_column("code")
+    table.add_column("count", justify="right")
+    for row in data["losses"]:
+        table.add_row(Text(row["pass"] or "nobody says"), row["code"], str(row["count"]))
     return table
 
 
@@ -113,6 +186,7 @@ def _warnings(data: dict[str, Any]) -> Table:
     for warned in data["warnings"]:
         first = warned["examples"][0]
         place = ", ".join(f"{k} {first[k]}" for k in ("graph", "node", "pass", "detail") if first[k])
+        place += f", at {first['stack']}" if first["stack"] else ""
         table.add_row(
             Text(f"{warned['code']} {warned['slug']}"),
             str(warned["count"]),
@@ -136,11 +210,69 @@ def _ranks(data: dict[str, Any]) -> Table:
     return table
 
 
-def _cell(value: object) -> Text:
-    return Text("?" if value is None else str(value))
-
-
 def _roles(counts: dict[str, int] | None) -> Text:
     if counts is None:
         return Text("?")
     return Text("\n".join(f"{n} {role}" for role, n in counts.items()) or "none")
+
+
+def render_difference(difference: dict[str, Any], *, file: IO[str] | None = None) -> None:
+    """Print what `differences.run_difference` found."""
+    console = _console(file, None)
+    if difference["same"]:
+        console.print("the runs are the same")
+        return
+    for row in difference["coverage"]:
+        what = ", ".join(
+            f"{name} {_number(v[0])} -> {_number(v[1])}" for name, v in row.items() if isinstance(v, list)
+        )
+        console.print(Text(f"{row['role']}, {row['phase']}: {what}"))
+    for code, (a, b) in difference["codes"].items():
+        console.print(Text(f"{code}: {a} -> {b}"))
+    for graph in difference["graphs"]:
+        if graph["in"] != "both":
+            console.print(Text(f"{graph['graph']}: only in run {graph['in'].upper()}"))
+            continue
+        a, b = (_number(n) for n in graph["count"])
+        console.print(Text(f"{graph['graph']}, {graph['stage']}: {a} -> {b} collectives"))
+        if first := graph["first"]:
+            text = f"  first at {first['position']}: {first['field']} {first['a']!r} -> {first['b']!r}"
+            console.print(Text(text))
+        for example in graph["examples"]:
+            sign = "-" if example["in"] == "a" else "+"
+            names = ", ".join(example["params"] or ()) or example["param_group"] or example["node"]
+            text = f"  {sign} {example['count']} x {example['role'] or 'no role'} ({example['transport']}) of {names}"
+            console.print(Text(text, style="red" if sign == "-" else "green"))
+    for sign, name in (("-", "only_a"), ("+", "only_b")):
+        for failure in difference["failures"][name]:
+            console.print(Text(f"{sign} {failure}"))
+
+
+def render_explanation(found: list[dict[str, Any]], *, file: IO[str] | None = None) -> None:
+    """Print what `explanation.explain` found."""
+    console = _console(file, None)
+    for one in found:
+        console.print(Text(f"{one['node']}, rank {one['rank']}, {one['graph']} graph: {one['verdict']}", style="bold"))
+        for stage in ("captured", "after"):
+            row = one[stage]
+            if row is None:
+                console.print(Text(f"  {stage}: not there"))
+                continue
+            size = "unknown size" if row["nbytes"] is None else readable(row["nbytes"])
+            parts = [
+                f"{row['transport']} ({row['form']}) on group {row['group']} of {row['group_size']}",
+                row["reduce_op"],
+                f"{row['dtype']}, {size}",
+                f"{row['role'] or 'no role'}" + (f" {row['source']} by {row['producer']}" if row["source"] else ""),
+                row["param_group"] and f"unit {row['param_group']}",
+                row["params"] and f"parameters {', '.join(row['params'][:8])}" + (" ..." * (len(row["params"]) > 8)),
+            ]
+            console.print(Text(f"  {stage}: " + "; ".join(part for part in parts if part)))
+        if one["members"]:
+            console.print(Text(f"  merged, in order: {', '.join(one['members'])}"))
+        for event in one["events"]:
+            by = f" by pass {event['pass_name']}" if event["pass_name"] else ""
+            at = f", at {event['stack']}" if event["stack"] else ""
+            text = f"  {event['code']} {event['slug']}{by}: {event['text']}. {event['detail']}{at}. {event['remedy']}"
+            console.print(Text(text, style=_STYLE.get(event["severity"], "")))
+        console.print(Text(f"  passes that changed the graph: {', '.join(one['passes']) or 'none'}"))

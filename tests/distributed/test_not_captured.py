@@ -30,7 +30,14 @@ def blocks_compiled(rank: int, ranks: int, installed: bool, blocks: int) -> dict
         model(torch.zeros(4, 5, dtype=torch.long)).sum().backward()
         report = ci.report().to_dict()
     changed = [p["name"] for graph in report["graphs"] for p in graph["passes"] if p["changed"]]
-    return {"counts": report["counts"], "graphs": len(report["graphs"]), "changed": changed}
+    said = [e["detail"] for w in report["warnings"] if w["code"] == "CI040" for e in w["examples"]]
+    return {
+        "counts": report["counts"],
+        "graphs": len(report["graphs"]),
+        "changed": changed,
+        "said": said,
+        "failures": report["failures"],
+    }
 
 
 def both(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
@@ -48,3 +55,7 @@ def test_not_captured_is_not_unlabelled() -> None:
         assert not any(eager["counts"].values()), "FSDP2's own collectives are in no graph, and nobody expects them"
         assert half["counts"]["inferred"] == half["counts"]["malformed"] == half["counts"]["dropped"] == 0
         assert half["counts"]["explicit"] > 0 and half["counts"]["not_captured"] > 0
+        (said,) = eager["said"]
+        assert "blocks.0" in said and "blocks.1" in said, "eager FSDP2 modules are named"
+        assert half["said"] == []
+        assert any("blocks.1" in text for text in half["failures"]), "the block left out is named"

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "inductor_passes": {"inductor_passes", "collective_identity"},
 }
 THIRD_PARTY = {"torch", "functorch", "networkx"}  # functorch comes with torch
-TERMINAL = {"rich", "typer"}
+TERMINAL = {"rich", "typer", "jinja2"}
 """What the report and the command line may use, and nothing else in the packages."""
 
 

@@ -347,6 +347,8 @@ def test_losses_are_counted_by_code_over_every_graph() -> None:
         "role": PARAM_UNSHARD,
         "pass": "upstream",
         "detail": "",
+        "params": None,
+        "stack": None,
     }
     assert len(report.faults(["lost"])) == len(report.faults(["conflict"])) == 2
     with pytest.raises(ValueError, match="found 'everything'"):
