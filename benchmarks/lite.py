@@ -1,8 +1,10 @@
-"""The models in lite mode: equal to ``aot_eager`` bit for bit, and how fast.
+"""The models in lite mode: equal to ``aot_eager`` bit for bit, and how fast; and what the guard costs.
 
 ``python -m benchmarks lite [--device cuda] [--model tiny]``: the dense model's forward and backward under
 ``aot_eager``, plain lite mode and this package's backend; and, on CUDA, a marked flex attention, which is compiled and
-therefore compared within a tolerance. ``ratio`` is the step time of ``aot_eager`` over our backend's.
+therefore compared within a tolerance. ``ratio`` is the step time of ``aot_eager`` over our backend's. The rows
+``guard`` are the processor time of one guard around a pass that does nothing, on a graph of forward and backward in
+which every collective has its role, and on one in which every node is marked as well.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from torch import Tensor
 
 import collective_identity as ci
 import inductor_passes
-from benchmarks.measure import parser, show
+from benchmarks.measure import best_of, parser, show
 from benchmarks.models import SHAPES, build
+from benchmarks.synthetic import training
+from inductor_passes.lite_mode import guarded
 
 WAYS: dict[str, dict[str, Any]] = {
     "aot_eager": {"backend": "aot_eager"},
@@ -42,11 +46,29 @@ def main() -> int:
     device = torch.device(given.device)
     torch.backends.cuda.matmul.allow_tf32 = False
     failed = False
+    for marked in (False, True):
+        show(guard_cost(1000, marked=marked), as_json=given.json)
     with ci.enable(agreement_timeout=0):
         if device.type == "cuda":
             failed |= compare("flex_attention", flex(device), TOLERANCE, given.steps, as_json=given.json)
         failed |= compare("dense", dense(given.model, device), 0.0, given.steps, as_json=given.json)
     return int(failed)
+
+
+def guard_cost(nodes: int, *, marked: bool) -> dict[str, Any]:
+    """Milliseconds per 1000 nodes of a snapshot, the hooks and the comparison; ``marked``: every node is."""
+    gm = training(nodes, explicit=True)
+    for node in gm.graph.nodes:
+        if marked:
+            node.meta["custom"] = {**node.meta.get("custom", {}), "compile_with_inductor": 0}
+
+    def run() -> None:
+        with guarded([gm], "nothing"):
+            pass
+
+    found = len(gm.graph.nodes)
+    seconds, _ = best_of(50, run)
+    return {"case": "guard", "nodes": found, "marked": marked, "ms_per_1000_nodes": 1e6 * seconds / found}
 
 
 Step = Callable[[], list[Tensor]]
@@ -77,9 +99,9 @@ def flex(device: torch.device) -> Make:
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(q: Tensor) -> Tensor:
-        q = torch.sin(q)
+        q, k, v = q.sin(), q.roll(1, 2), q.cos()  # apart: torch 2.11 cannot take one tensor thrice on a CPU
         with fx_traceback.annotate({"compile_with_inductor": 0}):
-            y = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + 0.01 * (i - j))
+            y = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + 0.01 * (i - j))
         return y.cos()  # type: ignore[no-any-return, union-attr]
 
     def make(how: dict[str, Any]) -> Step:
