@@ -19,6 +19,7 @@ from .reporting.graph_commands import debugify_command, dump_command
 from .reporting.jsonl import RunFolderError, read_run
 from .reporting.report import FAULTS, Report, build_report
 from .reporting.terminal import render
+from .reporting.watch_command import watch_command
 from .version import __version__
 
 app = typer.Typer(
@@ -100,6 +101,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 app.command("dump")(dump_command)
+app.command("watch")(watch_command)
 app.command("debugify")(debugify_command)
 
 

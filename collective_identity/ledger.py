@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from . import saved_graph
-from .agreement import AgreementResult, AgreementState, RanksDisagree, agree
+from .agreement import AgreementResult, AgreementState, RanksDisagree
 from .codes import AGREEMENT_TIMEOUT, CODES, RANKS_DISAGREE, Code
 from .digest import CollectiveRow
 from .job import rank_and_ranks, run_and_restart
@@ -39,6 +39,8 @@ from .reporting.records import (
     Record,
     RunRecord,
 )
+from .service import Service
+from .sharing import Shared
 from .version import __version__
 
 __all__ = ["Expectation", "ExpectedRow", "GraphKind", "GraphLog", "Ledger"]
@@ -54,9 +56,10 @@ class Ledger:
     The rank is read when the first record is written, since a session may open before the process group.
     """
 
-    def __init__(self, *, mode: str, run_dir: str | None, agreement_timeout: float) -> None:
+    def __init__(self, *, mode: str, run_dir: str | None, agreement_timeout: float, watch: bool = True) -> None:
         self.agreement_timeout = agreement_timeout
         self.agreement_state = AgreementState()
+        self.service = Service(self.agreement_state, run_dir=run_dir) if watch else None
         self._mode = mode
         self.run_dir = run_dir
         self._lock = threading.RLock()
@@ -120,6 +123,8 @@ class Ledger:
 
     def close(self) -> None:
         """Write what was never written (an empty run still leaves its `run` line) and close the file."""
+        if self.service is not None:
+            self.service.close()
         with self._lock:
             if self._closed:
                 return
@@ -226,6 +231,7 @@ class GraphLog:
         self._where = f"{kind} graph {name}"
         self._captured: tuple[CollectiveRow, ...] = ()
         self._seconds = 0.0
+        self.shared = Shared(ledger.agreement_state, ledger.service, number, kind, name)
 
     def captured(self, rows: Iterable[CollectiveRow]) -> None:
         """The collectives of the graph before any pass of ours (`collective_table`)."""
@@ -288,6 +294,12 @@ class GraphLog:
             dict(summary),
         )
 
+    def publish(
+        self, rows: Sequence[CollectiveRow], *, tag: str, cached: bool = False, groups: Sequence[str] | None = None
+    ) -> None:
+        """Let the other ranks know of the graph, without waiting; arguments as in `agreement.agree`."""
+        self.shared.publish(rows, tag=tag, cached=cached, groups=groups)
+
     def agree(
         self,
         rows: Sequence[CollectiveRow],
@@ -302,17 +314,9 @@ class GraphLog:
 
         Raises `RanksDisagree` after recording it.
         """
+        self.publish(rows, tag=tag, cached=cached, groups=groups)
         try:
-            result = agree(
-                rows,
-                kind=self.kind,
-                cached=cached,
-                tag=tag,
-                timeout=self._ledger.agreement_timeout if timeout is None else timeout,
-                groups=groups,
-                state=self._ledger.agreement_state,
-                name=self.name,
-            )
+            result = self.shared.agree(self._ledger.agreement_timeout if timeout is None else timeout)
         except RanksDisagree as error:
             self._ledger._add(AgreementRecord(self.number, "differs", str(error)))
             self.event(RANKS_DISAGREE, node=error.node, detail=str(error))
@@ -333,6 +337,7 @@ class GraphLog:
         compile_seconds: float | None = None,
     ) -> None:
         """The compile ended with these collectives; `cached` when it came from a cache and no pass ran."""
+        self.shared.busy(None)
         final = tuple(rows)
         self._absences((*self._captured, *final))
         self._ledger._add(FinishRecord(self.number, final, cached, lite, compile_seconds))
@@ -348,6 +353,7 @@ class GraphLog:
 
     def failed(self, error: BaseException | str, *, compile_seconds: float | None = None) -> None:
         """The compile ended in an error."""
+        self.shared.busy(None)
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._absences(self._captured)
         self._ledger._add(FinishRecord(self.number, (), compile_seconds=compile_seconds, error=text))
