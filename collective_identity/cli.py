@@ -16,6 +16,7 @@ import typer
 from . import compat
 from .reporting.graph_commands import debugify_command, dump_command
 from .reporting.run_commands import check_command, diff_command, explain_command, report_command
+from .reporting.watch_command import watch_command
 from .version import __version__
 
 app = typer.Typer(
@@ -52,6 +53,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 app.command("dump")(dump_command)
+app.command("watch")(watch_command)
 app.command("debugify")(debugify_command)
 
 

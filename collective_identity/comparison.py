@@ -36,7 +36,8 @@ class RanksDisagree(RuntimeError):
 
     `rank` is this one, `peer` the other; `position` counts the collectives on the groups the two share in
     this graph, from 0, None when the whole graph differs; `field` is what differs, `mine` and `theirs` the
-    two values.
+    two values. `fault` names the kind of difference (`FAULTS`). On a rank that only heard of it
+    (`relayed_to`), `rank` and `peer` are the two that found it.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class RanksDisagree(RuntimeError):
         mine: Any,
         theirs: Any,
         node: str | None = None,
+        fault: str = "other_field",
+        relayed_to: int | None = None,
     ) -> None:
+        self.fault, self.relayed_to = fault, relayed_to
         self.rank, self.peer, self.graph, self.group = rank, peer, graph, group
         self.position, self.field, self.mine, self.theirs, self.node = position, field, mine, theirs, node
         place = f"{graph}"
@@ -62,12 +66,48 @@ class RanksDisagree(RuntimeError):
         if node is not None:
             place += f", node {node}"
         super().__init__(
-            f"{RANKS_DISAGREE.id} ranks disagree: {place}: {field} is {mine!r} on rank {rank} and {theirs!r} "
+            f"{RANKS_DISAGREE.id} ranks disagree ({fault}): {place}: {field} is {mine!r} on rank {rank} and {theirs!r} "
             f"on rank {peer}. Nothing of this graph has run. Give both ranks the same model, options, "
             f"environment and versions of torch and of this package; if only one of them took graphs from a "
             f"compile cache, clear it. With agreement_timeout=0 this check is off, and such a job hangs or "
             f"computes wrong values."
+            + ("" if relayed_to is None else f" Rank {relayed_to} stops because those two do.")
         )
+
+
+FAULTS = (
+    "other_order",
+    "swapped_groups",
+    "missing_collective",
+    "other_role",
+    "other_reduce_op",
+    "other_field",
+    "other_graph",
+)
+"""Kinds of difference. "other_order": equal collectives, another order. "swapped_groups": equal but for the
+groups they run on. "missing_collective": equal but for collectives that one rank has and the other has not.
+"other_role", "other_reduce_op", "other_field": as many, and the first that differs does so there.
+"other_graph": the graph itself, or an option, is another, or one rank compiled a graph more."""
+
+
+def fault_of(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], field: str) -> str:
+    """Which of `FAULTS` two tables that first differ in `field` show."""
+    ours, other = _texts(mine), _texts(theirs)
+    if _texts(mine, "group") == _texts(theirs, "group"):
+        return "swapped_groups"
+    if sorted(ours) == sorted(other):
+        return "other_order"
+    if len(ours) == len(other):
+        return {"role": "other_role", "reduce_op": "other_reduce_op"}.get(field, "other_field")
+    short, long = sorted((ours, other), key=len)
+    rest = iter(long)
+    if all(row in rest for row in short):  # a subsequence: each is found after the one before it
+        return "missing_collective"
+    return {"role": "other_role", "reduce_op": "other_reduce_op"}.get(field, "missing_collective")
+
+
+def _texts(rows: Sequence[dict[str, Any]], without: str = "") -> list[str]:
+    return [json.dumps({k: v for k, v in row.items() if k != without}, sort_keys=True) for row in rows]
 
 
 def first_difference(

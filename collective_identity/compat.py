@@ -171,6 +171,73 @@ def default_store() -> Any | None:
         return store
 
 
+def root_store(store: Any) -> Any:
+    """The store under every prefix (``PrefixStore.underlying_store``, PyTorch 2.11-2.15)."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def store_address(store: Any) -> str | None:
+    """``tcp://host:port`` or ``file:/path``: where another process finds this root store; None for any other."""
+    if isinstance(store, torch.distributed.TCPStore):
+        return f"tcp://{store.host}:{store.port}"
+    if isinstance(store, torch.distributed.FileStore):
+        return f"file:{store.path}"  # type: ignore[attr-defined]
+    return None
+
+
+def group_names() -> list[str]:
+    """Names of the process groups this process is a member of, oldest first."""
+    try:
+        from torch.distributed import distributed_c10d
+
+        return [str(name) for name in list(distributed_c10d._world.pg_names.values())]
+    except Exception:  # a torch built without distributed
+        return []
+
+
+def issued(name: str) -> int | None:
+    """Collectives this process has issued on the named group since it was made; None when it is not there.
+
+    The sequence numbers of its backends, which are plain counters: reading one (2 us) launches nothing and
+    waits for nothing. One collective counts one; under gloo a coalesced reduce-scatter counts its tensors
+    (seen on 2.11-2.15). Private in PyTorch 2.11-2.15 (``torch/csrc/distributed/c10d/init.cpp``).
+    """
+    try:
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        group: Any = _resolve_process_group(name)  # type: ignore[arg-type]
+        backends = {b.name(): b for b in map(group._get_backend, group._device_types)}
+        return sum(int(b._get_sequence_number_for_group()) for b in backends.values())
+    except Exception:  # destroyed meanwhile, or a backend that does not count
+        return None
+
+
+def recent_operations(keep: int = 32) -> dict[str, list[list[Any]]]:
+    """By group: ``[number, "all_gather [[4]]", ended]`` of its newest collectives, oldest first.
+
+    From torch's flight recorder, on by default under gloo and NCCL; empty where it is off
+    (``TORCH_FR_BUFFER_SIZE=0``). On an accelerator ``ended`` is what the device has finished. PyTorch 2.11-2.15
+    ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, read by ``torch/distributed/flight_recorder``.
+    """
+    import json
+
+    found: dict[str, list[list[Any]]] = {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
+        try:
+            for entry in json.loads(dump())["entries"] if dump is not None else ():
+                if not entry["is_p2p"]:
+                    called = str(entry["profiling_name"]).rpartition(":")[2]
+                    ended = bool(entry["retired"]) or entry["state"] == "completed"
+                    operation = [entry["collective_seq_id"], f"{called} {entry['input_sizes']}", ended]
+                    found.setdefault(str(entry["process_group"][0]), []).append(operation)
+        except Exception:  # another format, or no recorder: the counters remain
+            continue
+    return {group: operations[-keep:] for group, operations in found.items()}
+
+
 def group_ranks(name: str) -> tuple[int, ...] | None:
     """Global ranks of the named process group in group order, or None when it is not registered here."""
     try:

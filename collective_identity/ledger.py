@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from . import artifacts, saved_graph
-from .agreement import AgreementResult, AgreementState, RanksDisagree, agree
+from .agreement import AgreementResult, AgreementState, RanksDisagree
 from .codes import AGREEMENT_TIMEOUT, CODES, RANKS_DISAGREE, Code
 from .digest import CollectiveRow
 from .job import rank_and_ranks, run_and_restart
@@ -40,6 +40,8 @@ from .reporting.records import (
     Record,
     RunRecord,
 )
+from .service import Service
+from .sharing import Shared
 from .storage import Storage
 from .version import __version__
 
@@ -56,9 +58,10 @@ class Ledger:
     The rank is read when the first record is written, since a session may open before the process group.
     """
 
-    def __init__(self, *, mode: str, run_dir: str | None, agreement_timeout: float) -> None:
+    def __init__(self, *, mode: str, run_dir: str | None, agreement_timeout: float, watch: bool = True) -> None:
         self.agreement_timeout = agreement_timeout
         self.agreement_state = AgreementState()
+        self.service = Service(self.agreement_state, run_dir=run_dir) if watch else None
         self._mode = mode
         self.run_dir = run_dir
         self._lock = threading.RLock()
@@ -127,6 +130,8 @@ class Ledger:
 
     def close(self) -> None:
         """Write what was never written (an empty run still leaves its `run` line) and close the file."""
+        if self.service is not None:
+            self.service.close()
         with self._lock:
             if self._closed:
                 return
@@ -246,6 +251,7 @@ class GraphLog:
         self._where = f"{kind} graph {name}"
         self._captured: tuple[CollectiveRow, ...] = ()
         self._seconds = 0.0
+        self.shared = Shared(ledger.agreement_state, ledger.service, number, kind, name)
 
     def captured(self, rows: Iterable[CollectiveRow]) -> None:
         """The collectives of the graph before any pass of ours (`collective_table`)."""
@@ -311,6 +317,12 @@ class GraphLog:
             dict(summary),
         )
 
+    def publish(
+        self, rows: Sequence[CollectiveRow], *, tag: str, cached: bool = False, groups: Sequence[str] | None = None
+    ) -> None:
+        """Let the other ranks know of the graph, without waiting; arguments as in `agreement.agree`."""
+        self.shared.publish(rows, tag=tag, cached=cached, groups=groups)
+
     def agree(
         self,
         rows: Sequence[CollectiveRow],
@@ -325,17 +337,9 @@ class GraphLog:
 
         Raises `RanksDisagree` after recording it.
         """
+        self.publish(rows, tag=tag, cached=cached, groups=groups)
         try:
-            result = agree(
-                rows,
-                kind=self.kind,
-                cached=cached,
-                tag=tag,
-                timeout=self._ledger.agreement_timeout if timeout is None else timeout,
-                groups=groups,
-                state=self._ledger.agreement_state,
-                name=self.name,
-            )
+            result = self.shared.agree(self._ledger.agreement_timeout if timeout is None else timeout)
         except RanksDisagree as error:
             self._ledger._add(AgreementRecord(self.number, "differs", str(error)))
             self.event(RANKS_DISAGREE, node=error.node, detail=str(error))
@@ -356,6 +360,7 @@ class GraphLog:
         compile_seconds: float | None = None,
     ) -> None:
         """The compile ended with these collectives; `cached` when it came from a cache and no pass ran."""
+        self.shared.busy(None)
         final = tuple(rows)
         self._absences((*self._captured, *final))
         finished = FinishRecord(self.number, final, cached, lite, compile_seconds)
@@ -373,6 +378,7 @@ class GraphLog:
 
     def failed(self, error: BaseException | str, *, compile_seconds: float | None = None) -> None:
         """The compile ended in an error."""
+        self.shared.busy(None)
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._absences(self._captured)
         finished = FinishRecord(self.number, (), compile_seconds=compile_seconds, error=text)

@@ -46,6 +46,7 @@ class Session:
         mode: Mode = "optimize",
         run_dir: str | os.PathLike[str] | None = None,
         agreement_timeout: float = 60.0,
+        watch: bool = True,
         opened_at: str = "?",
         implicit: bool = False,
     ) -> None:
@@ -60,7 +61,9 @@ class Session:
         self.agreement_timeout = float(agreement_timeout)
         self.opened_at = opened_at
         self.implicit = implicit
-        self.ledger = Ledger(mode=mode, run_dir=self.run_dir, agreement_timeout=self.agreement_timeout)
+        self.ledger = Ledger(
+            mode=mode, run_dir=self.run_dir, agreement_timeout=self.agreement_timeout, watch=watch
+        )
 
     def declare(self, expectation: Expectation) -> None:
         """Say what a producer will emit; the same model name again replaces it."""
@@ -119,6 +122,7 @@ def enable(
     mode: Mode = "optimize",
     run_dir: str | os.PathLike[str] | None = None,
     agreement_timeout: float = 60.0,
+    watch: bool = True,
 ) -> Handle:
     """Open the session of this process.
 
@@ -127,6 +131,8 @@ def enable(
         run_dir: folder for `rank{N}.jsonl`, made if absent; None keeps the records in memory.
         agreement_timeout: seconds to wait for the other ranks before a graph's first run; 0 turns the check
         off.
+        watch: keep telling the job's store where this rank stands, for `collective-identity watch`; one thread, no
+            collective. Of no effect without other ranks.
 
     Raises:
         SessionError: a session is open already; names where. One that a producer or the backend opened by
@@ -134,8 +140,12 @@ def enable(
         ValueError: unknown mode or negative timeout.
         OSError: the folder cannot be made or written.
     """
-    session = Session(mode=mode, run_dir=run_dir, agreement_timeout=agreement_timeout, opened_at=_caller())
+    session = Session(
+        mode=mode, run_dir=run_dir, agreement_timeout=agreement_timeout, watch=watch, opened_at=_caller()
+    )
     _HOLDER.open(session)
+    if session.ledger.service is not None:
+        session.ledger.service.start()
     return Handle(session)
 
 

@@ -30,6 +30,7 @@ from collective_identity.codes import LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
 from collective_identity.outside import say_eager_modules
+from collective_identity.standing import Place
 
 from . import coverage, upstream
 from .contract import GraphPass, PassContext
@@ -207,6 +208,7 @@ class _Compile:
         if graph.transformed and self._cacheable:
             coverage.save(self._key, {kind: (g.before, g.after) for kind, g in self._graphs.items() if g.transformed})
         graph.finish(seconds, self._recorded.get(graph.kind))
+        graph.publish(self._agreed)
         with self._lock:
             late = self._ran
         if late:  # a lazy backward: its first run is next
@@ -218,6 +220,7 @@ class _Compile:
             log = self._session.begin_graph("forward", self._name, NAME)
             log.finish((), cached=True, lite=self._lite_state.value, compile_seconds=seconds)
             self._graphs["forward"] = _Graph.unknown(log, self._groups)
+            self._graphs["forward"].publish(self._agreed)
         for kind, (before, after) in self._recorded.items():
             log = self._session.begin_graph(kind, self._name, NAME)
             log.captured(before)
@@ -225,15 +228,26 @@ class _Compile:
                 log.event(LITE_SKIPPED, detail=f"lite mode: {self._lite_state.value}")
             log.finish(after, cached=True, lite=self._lite_state.value, compile_seconds=seconds)
             self._graphs[kind] = _Graph.recorded(log, before, after)
+            self._graphs[kind].publish(self._agreed)
             seconds = 0.0
 
     def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        service = self._session.ledger.service
+        standing = service.standing if service is not None and service.start() else None
+        first = next((graph for kind, graph in self._graphs.items() if kind != "backward"), None)
+
         def run(*args: Any) -> Any:
             if not self._ran:
                 self._before_first_run()
-            return compiled(*args)
+            if standing is None or first is None:
+                return compiled(*args)
+            return standing.call(compiled, args, first.place, self._backward_place)
 
         return run
+
+    def _backward_place(self) -> Place | None:
+        graph = self._graphs.get("backward")
+        return None if graph is None else graph.place
 
     def _before_first_run(self) -> None:
         with self._lock:
@@ -331,6 +345,15 @@ class _Graph:
         elif lite is not LiteState.OFF:
             self._log.event(LITE_SKIPPED, detail=f"lite mode: {lite.value}")
         self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
+
+    @property
+    def place(self) -> Place:
+        """Which graph this is, where a rank stands in it."""
+        return self._log.shared.place
+
+    def publish(self, tag: str) -> None:
+        """Let the other ranks know of it, without waiting."""
+        self._log.publish(self.after, tag=tag, cached=not self.rows_known, groups=self._groups)
 
     def agree(self, tag: str, timeout: float) -> str:
         """Compare with the other ranks, and return the verdict; raises on every rank when they differ."""

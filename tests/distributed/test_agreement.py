@@ -39,6 +39,9 @@ GATHER = CollectiveRow(
 )
 
 
+SAID = ("rank", "peer", "group", "position", "field", "mine", "theirs", "fault", "relayed_to")
+
+
 def row(**changes: Any) -> CollectiveRow:
     return dataclasses.replace(GATHER, **changes)
 
@@ -62,7 +65,7 @@ def attempt(rows: tuple[CollectiveRow, ...], timeout: float = 20.0, **options: A
         outcome: dict[str, Any] = {"status": result.status, "detail": result.detail}
     except RanksDisagree as error:
         outcome = {"status": "raised", "detail": str(error)}
-        outcome |= {name: getattr(error, name) for name in ("peer", "group", "position", "field", "mine", "theirs")}
+        outcome |= {name: getattr(error, name) for name in SAID}
     return outcome | {"seconds": time.monotonic() - began}
 
 
@@ -97,8 +100,27 @@ FAULTS: dict[str, tuple[tuple[CollectiveRow, ...], dict[str, Any], int | None, s
     "other dtype": ((row(dtype="bfloat16"), *ROWS[1:]), {}, 0, "dtype", "float32", "bfloat16"),
     "other size": ((row(numel=32), *ROWS[1:]), {}, 0, "numel", 64, 32),
     "missing collective": (ROWS[:2], {}, 2, "collective", None, None),
+    "missing in the middle": (
+        (ROWS[0], REDUCE),
+        {},
+        1,
+        "transport",
+        "all_gather",
+        "reduce_scatter",
+    ),
     "other options": (ROWS, {"tag": "t1"}, None, "tag (captured graph and options)", "t0", "t1"),
     "other kind": (ROWS, {"kind": "inference"}, None, "kind", "forward", "inference"),
+}
+
+
+KINDS = {
+    "other role": "other_role",
+    "other order": "other_order",
+    "other reduce op": "other_reduce_op",
+    "missing collective": "missing_collective",
+    "missing in the middle": "missing_collective",
+    "other options": "other_graph",
+    "other kind": "other_graph",
 }
 
 
@@ -124,6 +146,7 @@ def test_planted_faults_raise_on_every_rank(ranks: int, store: str) -> None:
             assert found["status"] == "raised", (name, rank, found)
             assert found["seconds"] < 10, (name, rank, found)
             assert (found["field"], found["position"]) == (field, position), (name, rank, found)
+            assert found["fault"] == KINDS.get(name, "other_field") and found["fault"] in found["detail"], found
             assert found["group"] == "0"
             assert found["peer"] in (set(range(off)) if rank == off else {off}), (name, rank)
             if name != "missing collective":
@@ -155,10 +178,13 @@ def run_groups(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     mixed = (mine, row(group=a, numel=65 if rank == 3 else 64))
     results["mixed"] = attempt(mixed, state=AgreementState(), run="mixed")
     dist.barrier()
-    # A difference within one pair does not stop the other.
+    # A difference within one pair stops the other at its next check, not before.
     within = (row(group=pair, numel=7 if rank == 0 else 8),)
-    results["one pair"] = attempt(within, state=AgreementState(), run="one pair")
-    dist.barrier()
+    state = AgreementState()
+    for name, pair_number in (("before", 1), ("one pair", 0), ("after", 1)):
+        if rank // 2 == pair_number:
+            results[name] = attempt(within, state=state, run="one pair", tag=name)
+        dist.barrier()
     results["unequal all-to-all"] = attempt(
         (row(transport="all_to_all", role=None, numel=rank + 1, group=a),),
         state=AgreementState(),
@@ -173,13 +199,21 @@ def test_groups_are_compared_among_their_members_in_program_order() -> None:
     for rank, results in enumerate(by_rank):
         swapped = results["swapped"]
         assert (swapped["status"], swapped["field"], swapped["position"]) == ("raised", "group", 0), swapped
+        assert swapped["fault"] == "swapped_groups"
         assert swapped["peer"] in ({0, 1, 3} if rank == 2 else {2})
         assert repr(swapped["mine"]) in swapped["detail"] and repr(swapped["theirs"]) in swapped["detail"]
         mixed = results["mixed"]
         assert (mixed["status"], mixed["field"], {mixed["mine"], mixed["theirs"]}) == ("raised", "numel", {64, 65})
         assert mixed["position"] == (1 if {rank, mixed["peer"]} == {2, 3} else 0), mixed
         assert results["stages"]["status"] == "agreed", results
-        assert results["one pair"]["status"] == ("raised" if rank < 2 else "agreed")
+        if rank < 2:
+            own = results["one pair"]
+            assert (own["status"], own["rank"], own["peer"], own["relayed_to"]) == ("raised", rank, 1 - rank, None)
+        else:
+            assert results["before"]["status"] == "agreed"
+            after = results["after"]
+            assert (after["status"], after["relayed_to"], {after["rank"], after["peer"]}) == ("raised", rank, {0, 1})
+            assert f"Rank {rank} stops because those two do" in after["detail"]
         assert results["unequal all-to-all"]["status"] == "agreed"
         assert all(found["seconds"] < 10 for found in results.values())
 

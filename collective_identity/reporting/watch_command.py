@@ -1,0 +1,99 @@
+"""The command `collective-identity watch`: where does a running job stand, and who keeps it waiting?"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from ..comparison import RanksDisagree
+from ..standstill import Seen, Verdict
+from ..watch import StoreError, Watcher, open_store
+
+
+def lines(seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None, ranks: int) -> Iterator[str]:
+    """What a person reads: the cause first, then where each rank stands."""
+    if difference is not None:
+        yield str(RanksDisagree(**difference))
+    ended = all(one.record["ended"] for one in seen) and not verdict.unheard
+    if ended:
+        yield f"{ranks} ranks, all have ended"
+    elif verdict.stands:
+        yield f"{ranks} ranks, none has moved for {verdict.still:.0f} s"
+    else:
+        yield f"{ranks} ranks, moving"
+    for finding in verdict.findings:
+        yield f"  {finding}"
+    if verdict.unheard:
+        yield f"  not heard from ranks {list(verdict.unheard)}: they have compiled nothing yet, or never started"
+    if verdict.stands and not verdict.findings:
+        yield "  no rank waits in a collective that another has not reached; look at where they stand"
+    for one in seen:
+        if verdict.stands or one.silent:
+            yield f"  rank {one.rank} ({one.record['host']}, process {one.record['pid']}) {one.where()}"
+
+
+def watch_command(
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|ADDRESS]",
+            help="Run folder of the job, or address of its store: tcp://host:port or file:/path. "
+            "By default MASTER_ADDR and MASTER_PORT.",
+        ),
+    ] = None,
+    stall: Annotated[float, typer.Option(help="Seconds without movement from which a job stands still.")] = 4.0,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="End with the first verdict.")] = False,
+    wait: Annotated[float, typer.Option(help="With --once: seconds after which a job that moves is said to.")] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line instead of text.")] = False,
+) -> None:
+    """Say where a running job stands, rank by rank, and who keeps it waiting. Reads the job's store, changes nothing.
+
+    Goes on until the job ends. Exit code 0 when it moves or has ended, 1 with --once when it stands still, 2 when
+    its store cannot be read.
+    """
+    try:
+        watcher = Watcher(open_store(where))
+    except StoreError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    began, said = time.monotonic(), ""
+    while True:
+        try:
+            found = watcher.look(stall)
+        except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+            typer.echo(f"the store is gone, so the job has ended: {str(error).splitlines()[0]}", err=True)
+            raise typer.Exit(2 if once else 0) from None
+        late = time.monotonic() - began >= wait
+        if found is None:
+            if once and late:
+                typer.echo("error: no rank has published anything: is a session open, with watch=True?", err=True)
+                raise typer.Exit(2)
+        else:
+            seen, verdict, difference = found
+            ended = bool(seen) and all(one.record["ended"] for one in seen) and not verdict.unheard
+            text = _text(watcher.start, seen, verdict, difference, as_json)
+            news = repr((verdict.stands, verdict.findings, verdict.unheard, difference, [s.where() for s in seen]))
+            if not verdict.stands:
+                news = repr((verdict.unheard, difference, ended))
+            final = ended or (once and (verdict.stands or difference is not None or late))
+            if news != said and (not once or final):
+                typer.echo(text)
+                said = news
+            if final:
+                raise typer.Exit(1 if once and (verdict.stands or difference is not None) else 0)
+        time.sleep(every)
+
+
+def _text(
+    start: dict[str, Any], seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None, as_json: bool
+) -> str:
+    if not as_json:
+        return "\n".join(lines(seen, verdict, difference, start["ranks"]))
+    told = [{"rank": s.rank, "where": s.where(), "silent": s.silent, **dict(s.record)} for s in seen]
+    job = {key: start[key] for key in ("run", "restart", "ranks")}
+    return json.dumps({"schema": 1, **job, **verdict.to_dict(), "difference": difference, "by_rank": told})

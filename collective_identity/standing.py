@@ -1,0 +1,182 @@
+"""Where does this rank stand? Which call of which graph, and how many collectives it has issued on each group.
+
+Nothing is launched and nothing intercepted: a compiled graph is entered and left through `Standing.call`, its
+backward through hooks on the autograd node that the compiled forward made (so also where a compile cache brought
+the backward), and what was issued in between is read from the process groups' own sequence numbers. A collective
+is known by its number, the first on a group being 1; which row of the graph's table that is follows from the number
+at which the call was entered. On an accelerator a rank issues ahead of the device: the newest collective that has
+not *ended* there comes from torch's flight recorder (`compat.recent_operations`).
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from . import compat
+from .board import spell
+
+_KEPT: Final = 16  # calls that are remembered
+_BACKWARD: Final = "CompiledFunctionBackward"
+_GENERATED: Final = ("<eval_with_key>", "torchinductor")  # where compiled graphs have their Python code
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A compiled graph: its number in the ledger, and the process groups its collectives run on."""
+
+    graph: int
+    groups: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Call:
+    """One run of a graph: the collectives issued on each of its groups when it was entered, and when it was left."""
+
+    graph: int
+    n: int
+    thread: int
+    at: dict[str, int]
+    out: dict[str, int] | None = None
+
+
+class Standing:
+    """What one rank does, for whoever asks. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Call] = deque(maxlen=_KEPT)
+        self._counts: Counter[int] = Counter()
+        self._doing: dict[object, str] = {}
+        self._members: dict[str, str] = {}
+
+    def call(
+        self,
+        compiled: Callable[..., Any],
+        args: Sequence[Any],
+        here: Place,
+        backward: Callable[[], Place | None],
+    ) -> Any:
+        """Run a compiled graph, and be told when its backward runs."""
+        call = self.enter(here)
+        try:
+            result = compiled(*args)
+        finally:
+            self.leave(call, here)
+        self._follow(result, backward)
+        return result
+
+    def enter(self, place: Place) -> Call:
+        """A graph begins to run in this thread."""
+        call = Call(place.graph, self._counts[place.graph], threading.get_ident(), _issued(place.groups))
+        self._counts[place.graph] += 1
+        self._calls.append(call)
+        return call
+
+    def leave(self, call: Call, place: Place) -> None:
+        """It has issued all its collectives."""
+        call.out = _issued(place.groups)
+
+    def doing(self, key: object, what: str | None) -> None:
+        """This rank is busy with something that is no graph; None ends it."""
+        if what is None:
+            self._doing.pop(key, None)
+        else:
+            self._doing[key] = what
+
+    def look(self) -> dict[str, Any]:
+        """Where this rank stands now, as JSON values. `groups`: by name, how many collectives it has issued and who
+        the members are."""
+        groups: dict[str, list[Any]] = {}
+        for name in compat.group_names():
+            count = compat.issued(name)
+            if count is not None:
+                groups[name] = [count, self._spelled(name)]
+        calls = [{"graph": c.graph, "call": c.n, "at": c.at, "out": c.out} for c in list(self._calls)]
+        return {"doing": list(self._doing.values()), "calls": calls, "groups": groups}
+
+    def frames(self) -> list[str]:
+        """Innermost lines of the main thread and of every thread in a graph: `file:line in function: text`."""
+        busy = [call.thread for call in list(self._calls) if call.out is None]
+        threads = dict.fromkeys((threading.main_thread().ident, *busy))
+        running = sys._current_frames()
+        found: dict[str, None] = {}
+        for thread in threads:
+            frame = running.get(thread) if thread is not None else None
+            if frame is not None:
+                found.update(dict.fromkeys(_telling(frame)))
+        return list(found)
+
+    def _follow(self, result: Any, backward: Callable[[], Place | None]) -> None:
+        """Hook the autograd node of a compiled forward. It holds no tensor and ends with its node."""
+        node = _backward_node(result)
+        if node is None:
+            return
+        open_calls: list[tuple[Call, Place]] = []
+
+        def begins(_: Any) -> None:
+            place = backward()
+            if place is not None:
+                open_calls.append((self.enter(place), place))
+
+        def ends(*_: Any) -> None:
+            if open_calls:
+                self.leave(*open_calls.pop())
+
+        node.register_prehook(begins)
+        node.register_hook(ends)
+
+    def _spelled(self, name: str) -> str:
+        if name not in self._members:
+            self._members[name] = spell(compat.group_ranks(name) or ())
+        return self._members[name]
+
+
+def _issued(groups: Sequence[str]) -> dict[str, int]:
+    counts = {name: compat.issued(name) for name in groups}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _backward_node(result: Any) -> Any:
+    """The node that AOTAutograd made for this forward; outputs that are views have it one step further."""
+    for value in result if isinstance(result, (tuple, list)) else (result,):
+        node = value.grad_fn if isinstance(value, torch.Tensor) and value.requires_grad else None
+        for candidate in (node, *(step for step, _ in node.next_functions)) if node is not None else ():
+            if candidate is not None and candidate.name() == _BACKWARD:
+                return candidate
+    return None
+
+
+def _telling(innermost: FrameType) -> list[str]:
+    """The innermost line, the line of a compiled graph and the line of the user's own code, as far as there are."""
+    ours = str(Path(__file__).parent.parent)
+    packages = tuple(f"{ours}/{name}/" for name in ("collective_identity", "fsdp_hooks", "inductor_passes"))
+    foreign = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *packages)
+    found = [_line(innermost)]
+    generated = user = False
+    frame: FrameType | None = innermost
+    while frame is not None and not user:
+        name = frame.f_code.co_filename
+        if not generated and any(mark in name for mark in _GENERATED):
+            generated = True
+            found.append(_line(frame))
+        elif not name.startswith((*foreign, "<")) and not any(mark in name for mark in _GENERATED):
+            user = True
+            found.append(_line(frame))
+        frame = frame.f_back
+    return list(dict.fromkeys(found))
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}: {text[:120]}"
