@@ -16,10 +16,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collective_identity import PARAM_UNSHARD, classify_report, normalize, stamp, start_nodes
+from collective_identity.losses import record_losses, snapshot
 from collective_identity.structure import structural_roles
 from collective_identity.transports import launch_of
 from collective_identity.view import build_view
-from tests.graphs import annotate, aten, identity, payload
+from tests.graphs import annotate, aten, counting_work, identity, payload
 
 C = torch.ops._c10d_functional
 CAST = torch.ops.prims.convert_element_type.default
@@ -220,3 +221,32 @@ def test_explicit() -> None:
     assert growth(stamped, lambda gm: (normalize(gm), classify_report(gm))) < AT_MOST
     gm = built(stamped, SMALL)
     assert len(start_nodes(gm)) == SMALL and not classify_report(gm).structure_built
+
+
+def work(run: Callable[[], Any]) -> int:
+    with counting_work() as done:
+        run()
+    return done()
+
+
+@pytest.mark.parametrize("becomes", ["as many", "one", "none"])
+def test_losses(becomes: str) -> None:
+    """Every collective loses its identity: to another each, all to one, or with nothing left."""
+
+    def lost(size: int) -> int:
+        before, after = Nodes(), Nodes()
+        kept = {"as many": size, "one": 1, "none": 0}[becomes]
+        outs = [before.gathered(before.placeholder("w")) for _ in range(size)]
+        for out in outs:
+            stamp(out.all_input_nodes[0], identity(PARAM_UNSHARD))
+        seen = snapshot(before.module(*outs))
+        left = [after.gathered(after.placeholder("w")) for _ in range(kept)]
+        for out in left if becomes == "one" else ():
+            out.all_input_nodes[0].name = "merged"
+        gm = after.module(*left)
+        found: list[Any] = []
+        counted = work(lambda: found.extend(record_losses(seen, gm, pass_name="p")))
+        assert len(found) == size and len({loss.node for loss in found}) == max(kept, 1)
+        return counted
+
+    assert lost(400) <= 12 * lost(40)
