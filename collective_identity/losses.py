@@ -68,30 +68,32 @@ def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str)
     """
     after = snapshot(gm)
     match = matches(before, after)
-    losses: list[Loss] = []
-    vanished: dict[_Signature, list[Seen]] = defaultdict(list)
-    for seen in before:
+    losses: dict[int, Loss] = {}  # by place in ``before``: names repeat across sub-graphs
+    vanished: dict[_Signature, list[tuple[int, Seen]]] = defaultdict(list)
+    for place, seen in enumerate(before):
         found = match.get(seen.node)
         if seen.identity is None:
             continue
         if found is None:
-            vanished[seen.signature].append(seen)
+            vanished[seen.signature].append((place, seen))
         elif found.identity is None and store.dropped_of(found.node) is None:
-            losses.append(Loss(seen.name, seen.identity, found.node))
+            losses[place] = Loss(seen.name, seen.identity, found.node)
     matched = {seen.node for seen in match.values()}
     for new in after:
         gone = vanished.get(new.signature)
         if gone and new.node not in matched and new.identity is None and store.dropped_of(new.node) is None:
-            losses += [Loss(seen.name, _known(seen), new.node) for seen in gone]
+            losses |= {place: Loss(seen.name, _known(seen), new.node) for place, seen in gone}
             del vanished[new.signature]
-    losses += [Loss(seen.name, _known(seen), None) for gone in vanished.values() for seen in gone]
-    for node in dict.fromkeys(loss.node for loss in losses if loss.node is not None):
+    losses |= {place: Loss(seen.name, _known(seen), None) for gone in vanished.values() for place, seen in gone}
+    roles: dict[fx.Node, set[str]] = defaultdict(set)
+    for loss in losses.values():
+        if loss.node is not None:
+            roles[loss.node].add(loss.identity.role)
+    for node, lost in roles.items():
         if not store.has_payload(node):
-            roles = sorted({loss.identity.role for loss in losses if loss.node is node})
             assert UNKNOWN.lost is not None
-            store.drop(node, UNKNOWN.lost, pass_name, f"{pass_name} lost {', '.join(roles)}")
-    order = {seen.name: place for place, seen in enumerate(before)}
-    return tuple(sorted(losses, key=lambda loss: order[loss.was]))
+            store.drop(node, UNKNOWN.lost, pass_name, f"{pass_name} lost {', '.join(sorted(lost))}")
+    return tuple(losses[place] for place in sorted(losses))
 
 
 def _known(seen: Seen) -> Identity:

@@ -45,7 +45,7 @@ def structural_roles(
         settled: collectives whose role is known; structure's word on them marks no group.
     """
     roles: dict[fx.Node, str | None] = {}
-    groups = set(fsdp_groups)
+    said = set(fsdp_groups)
     marked: list[set[str]] = []
     for view in views:
         found = _gathers(view, rules) | _scatters(view, rules)
@@ -54,10 +54,10 @@ def structural_roles(
             gathers = view.starts[node].transport is Transport.ALL_GATHER
             roles[node] = PARAM_UNSHARD if gathers else GRAD_REDUCE_SHARD
         marked.append(set(_inferred_groups(view, rules, (node for node in found if node not in settled))))
+    everywhere = set().union(*marked)
     for view, own in zip(views, marked, strict=True):
         # Torch looks at one graph alone; a group is FSDP's wherever it is seen.
-        known = own if rules == "compatible" else set().union(*marked)
-        roles.update(_reduces(view, rules, groups | known))
+        roles.update(_reduces(view, rules, (said, own if rules == "compatible" else everywhere)))
     return roles
 
 
@@ -69,13 +69,13 @@ def _inferred_groups(view: View, rules: Rules, found: Iterable[fx.Node]) -> Iter
             yield launch.group
 
 
-def _reduces(view: View, rules: Rules, groups: set[str]) -> Iterator[tuple[fx.Node, str | None]]:
+def _reduces(view: View, rules: Rules, known: tuple[set[str], ...]) -> Iterator[tuple[fx.Node, str | None]]:
     """All-reduces have no shape of their own: on an FSDP group they count as FSDP (torch 2.13 on)."""
     knows_groups = rules == "extended" or compat.torch_version() >= (2, 13)
     for node, launch in view.starts.items():
         if launch.transport is Transport.ALL_REDUCE:
             meant = _upstream_form(launch) if rules == "compatible" else launch.reduce_op in _SUMS
-            fsdp = knows_groups and launch.group in groups and meant
+            fsdp = knows_groups and meant and any(launch.group in groups for groups in known)
             yield node, GRAD_REPLICATE_REDUCE if fsdp else None
 
 

@@ -442,3 +442,26 @@ def test_a_region_annotated_with_one_dict_is_normalised_by_value() -> None:
     assert normalize(twin) and identity_of(start_nodes(twin)[0]) == UNSHARD
     annotate(gathered.start, payload(PARAM_UNSHARD))
     assert identity_of(start_nodes(twin)[0]) == UNSHARD
+
+
+def test_losses_are_in_the_order_of_before() -> None:
+    """Sub-graphs repeat each other's names."""
+
+    def calling(*, stamped: bool) -> fx.GraphModule:
+        outer = Builder()
+        x = outer.placeholder("x")
+        for name in ("one", "two"):
+            b = Builder()
+            w = b.placeholder("w")
+            hops = [b.all_gather(w), b.reduce_scatter(w)][: 2 if name == "one" else 1]
+            b.output(*[hop.wait for hop in hops])
+            for hop, said in zip(hops, (UNSHARD, REDUCE), strict=False):
+                if stamped:
+                    stamp(hop.start, said)
+            setattr(outer.root, name, b.module())
+            outer.graph.call_function(torch.ops.higher_order.invoke_subgraph, (outer.graph.get_attr(name), name, x))
+        outer.output(x)
+        return outer.module()
+
+    losses = record_losses(snapshot(calling(stamped=True)), calling(stamped=False), pass_name="p")
+    assert [loss.identity for loss in losses] == [UNSHARD, REDUCE, UNSHARD]

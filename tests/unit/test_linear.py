@@ -5,6 +5,7 @@ Processor seconds, the best of several runs; ``python -m benchmarks classify`` g
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +16,30 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from collective_identity import PARAM_UNSHARD, classify_report, normalize, stamp, start_nodes
-from tests.graphs import annotate, aten, identity, payload
+from collective_identity.losses import record_losses, snapshot
+from collective_identity.structure import structural_roles
+from collective_identity.transports import launch_of
+from collective_identity.view import build_view
+from tests.graphs import annotate, aten, counting_work, identity, payload
 
 C = torch.ops._c10d_functional
 CAST = torch.ops.prims.convert_element_type.default
 SMALL, LARGE, AT_MOST = 250, 2500, 25
 
 
+@functools.cache
+def fake(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype)
+
+
 class Nodes:
     """Calls without computing their values: every node has the same one."""
 
     def __init__(self) -> None:
-        with FakeTensorMode():
-            self.value = torch.empty(4, 8)
+        self.value = fake((4, 8), torch.float32)
         self.graph = fx.Graph()
+        self.modules: dict[str, torch.nn.Module] = {}
 
     def placeholder(self, name: str) -> fx.Node:
         return self.noted(self.graph.placeholder(name))
@@ -46,6 +57,22 @@ class Nodes:
     def noted(self, node: fx.Node) -> fx.Node:
         node.meta["val"] = self.value
         return node
+
+    def module(self, *outputs: fx.Node) -> fx.GraphModule:
+        """Without the code, which nothing here runs."""
+        self.graph.output(outputs)
+        gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        for name, module in self.modules.items():
+            setattr(gm, name, module)
+        gm._graph = self.graph
+        self.graph.owning_module = gm
+        return gm
+
+    def run(self, module: fx.GraphModule, given: fx.Node) -> fx.Node:
+        """A higher-order operator that runs a sub-graph."""
+        name = f"body{len(self.modules)}"
+        self.modules[name] = module
+        return self.call(torch.ops.higher_order.invoke_subgraph, self.graph.get_attr(name), name, given)
 
 
 def chain(g: Nodes, size: int) -> list[fx.Node]:
@@ -83,8 +110,7 @@ def clipped(g: Nodes, size: int) -> list[fx.Node]:
 
 def scaled(g: Nodes, size: int) -> list[fx.Node]:
     """One parameter and one block scale, gathered again and again on the way of both."""
-    with FakeTensorMode():
-        wide, narrow = torch.empty(4, 8, dtype=torch.uint8), torch.empty(4, 1)
+    wide, narrow = fake((4, 8), torch.uint8), fake((4, 1), torch.float32)
     param, scale, out = g.placeholder("w"), g.placeholder("s"), []
     value = param
     for _ in range(size):
@@ -110,35 +136,65 @@ def coalesced(g: Nodes, size: int) -> list[fx.Node]:
     return [g.call(C.wait_tensor.default, g.call(__import__("operator").getitem, start, i)) for i in range(size)]
 
 
-SHAPES = (chain, joins, accumulated, clipped, scaled, alternating, coalesced)
+def one_of_each(g: Nodes, group: str) -> fx.Node:
+    """A gather and an all-reduce on a group, and a reduce-scatter."""
+    gathered = g.call(C.wait_tensor.default, g.call(C.all_gather_into_tensor.default, g.placeholder("w"), 2, group))
+    return g.scattered(g.call(C.wait_tensor.default, g.call(C.all_reduce.default, gathered, "sum", group)))
+
+
+def subgraphs(g: Nodes, size: int) -> list[fx.Node]:
+    """A sub-graph for each group."""
+    given, out = g.placeholder("x"), []
+    for i in range(size // 10):
+        inner = Nodes()
+        out.append(g.run(inner.module(one_of_each(inner, f"group{i}")), given))
+    return out
+
+
+SHAPES = (chain, joins, accumulated, clipped, scaled, alternating, coalesced, subgraphs)
 
 
 def built(shape: Callable[[Nodes, int], list[fx.Node]], size: int) -> fx.GraphModule:
     g = Nodes()
-    g.graph.output(tuple(shape(g, size)))
-    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
-    gm._graph = g.graph
-    g.graph.owning_module = gm
-    return gm
+    return g.module(*shape(g, size))
 
 
 def growth(shape: Callable[[Nodes, int], list[fx.Node]], run: Callable[[fx.GraphModule], Any]) -> float:
     def seconds(size: int) -> float:
         gm = built(shape, size)
-        found = []
-        for _ in range(4):
-            start = time.process_time()
-            run(gm)
-            found.append(time.process_time() - start)
-        return min(found)
+        return best_of_four(lambda: run(gm))
 
     return seconds(LARGE) / seconds(SMALL)
+
+
+def best_of_four(run: Callable[[], Any]) -> float:
+    found = []
+    for _ in range(4):
+        start = time.process_time()
+        run()
+        found.append(time.process_time() - start)
+    return min(found)
 
 
 @pytest.mark.parametrize("rules", ["extended", "compatible"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
 def test_structure(shape: Callable[..., Any], rules: Any) -> None:
     assert growth(shape, lambda gm: classify_report(gm, rules=rules)) < AT_MOST
+
+
+@pytest.mark.parametrize("rules", ["extended", "compatible"])
+def test_the_groups_of_many_subgraphs(rules: Any) -> None:
+    """What is known of the groups costs the same for each sub-graph, however many there are."""
+
+    def seconds(size: int) -> float:
+        views = []
+        for i in range(size):
+            g = Nodes()
+            one_of_each(g, f"group{i}")
+            views.append(build_view({node: launch for node in g.graph.nodes if (launch := launch_of(node))}, rules))
+        return best_of_four(lambda: structural_roles(views, rules, fsdp_groups=[f"said{i}" for i in range(size)]))
+
+    assert seconds(LARGE) / seconds(SMALL) < AT_MOST
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
@@ -165,3 +221,32 @@ def test_explicit() -> None:
     assert growth(stamped, lambda gm: (normalize(gm), classify_report(gm))) < AT_MOST
     gm = built(stamped, SMALL)
     assert len(start_nodes(gm)) == SMALL and not classify_report(gm).structure_built
+
+
+def work(run: Callable[[], Any]) -> int:
+    with counting_work() as done:
+        run()
+    return done()
+
+
+@pytest.mark.parametrize("becomes", ["as many", "one", "none"])
+def test_losses(becomes: str) -> None:
+    """Every collective loses its identity: to another each, all to one, or with nothing left."""
+
+    def lost(size: int) -> int:
+        before, after = Nodes(), Nodes()
+        kept = {"as many": size, "one": 1, "none": 0}[becomes]
+        outs = [before.gathered(before.placeholder("w")) for _ in range(size)]
+        for out in outs:
+            stamp(out.all_input_nodes[0], identity(PARAM_UNSHARD))
+        seen = snapshot(before.module(*outs))
+        left = [after.gathered(after.placeholder("w")) for _ in range(kept)]
+        for out in left if becomes == "one" else ():
+            out.all_input_nodes[0].name = "merged"
+        gm = after.module(*left)
+        found: list[Any] = []
+        counted = work(lambda: found.extend(record_losses(seen, gm, pass_name="p")))
+        assert len(found) == size and len({loss.node for loss in found}) == max(kept, 1)
+        return counted
+
+    assert lost(400) <= 12 * lost(40)
