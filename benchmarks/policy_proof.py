@@ -75,6 +75,7 @@ def prove(device: str, *, as_json: bool) -> int:
             same = None if wanted.keys_of is None else same_keys(row, first[wanted.keys_of])
             first.setdefault(wanted.name, row)
             holds = wanted.holds(row) and row["right"] and not row["tables_changed"] and same is not False
+            print(f"{wanted.name}: {'holds' if holds else 'DOES NOT HOLD'}", file=sys.stderr, flush=True)
             rows.append({**row, "wanted": wanted.says, "same_keys": "" if same is None else same, "holds": holds})
     table(rows, device, as_json=as_json)
     distinct = distinct_keys([first[name] for name in first if name not in ("none", "idle")])
