@@ -132,8 +132,9 @@ class _Reconciler:
         for takeover in gone:
             if not takeover.by and takeover.opaque is None:
                 by_group.setdefault(takeover.launch.group, []).append(takeover)
+        dead = [takeover for takeover in step.takeovers if takeover.dead]
         for node in orphans:
-            self._orphan(node, by_group.get(_launch(node).group, []))
+            self._orphan(node, by_group.get(_launch(node).group, []), dead)
         left = {_launch(node).group: node for node in reversed(orphans)}
         for takeover in gone:
             self._ended(takeover, left.get(takeover.launch.group))
@@ -231,16 +232,23 @@ class _Reconciler:
             self.done.cleared += store.has_payload(node)
             store.clear(node)
 
-    def _orphan(self, node: fx.Node, theirs: list[Takeover]) -> None:
-        """A new collective that took over from none: what it carries is its own, a copy's, or somebody else's."""
+    def _orphan(self, node: fx.Node, theirs: list[Takeover], dead: list[Takeover]) -> None:
+        """A new collective that took over from none: what it carries is its own, a copy's, or somebody else's.
+
+        Of one that went as dead code in this step it is a copy if no other of its kind went with it: else a bucket.
+        """
         if theirs:
             who = theirs[0].pass_name
             roles = sorted({held.role for one in theirs if (held := self._held.get(one.erased)) is not None})
             store.drop(node, codes.DROPPED_DECOMPOSED, who, f"{who} decomposed {', '.join(roles)}")
             self._hold(node, None)
             return
-        found = _identity(node, _launch(node))
-        if found is not None and (self._count[found] or store.members_of(node) is not None):
+        launch = _launch(node)
+        found = _identity(node, launch)
+        kin = [one for one in dead if (one.launch.transport, one.launch.group) == (launch.transport, launch.group)]
+        went = sum(self._held.get(one.erased) == found for one in dead)
+        copied = found is not None and (self._count[found] > went or went == len(kin) == 1)
+        if copied or (found is not None and store.members_of(node) is not None):
             store.put(node, store.raw_payloads(node))  # a copy, by value
         elif store.has_payload(node):
             store.put(node, {})

@@ -99,6 +99,7 @@ def runs() -> list[dict[tuple[str, bool], dict[str, Any]]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(CASES))
 def test_stamped(runs: list[dict[tuple[str, bool], dict[str, Any]]], name: str) -> None:
     """Bit for bit what eager FSDP2 computes: `order="fqn"` lays buckets out as it does."""
@@ -118,6 +119,7 @@ def test_stamped(runs: list[dict[tuple[str, bool], dict[str, Any]]], name: str) 
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(CASES))
 def test_unstamped(runs: list[dict[tuple[str, bool], dict[str, Any]]], name: str) -> None:
     """Structure may take another's gather for FSDP's; nothing is merged on a guess, and values stay."""

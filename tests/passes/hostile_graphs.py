@@ -1,186 +1,19 @@
 """Graphs in which something that is easily overlooked would change values, each by name: `GRAPHS`.
 
-Every collective that could be merged, fused or moved has the role that invites it.
+Every collective that could be merged, fused or moved has the role that invites it. Those about writes are in
+`hostile_writes`.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch import fx
 
 from collective_identity.store import stamp
-from collective_identity.subgraphs import CONTROL_DEPS
-from tests.graphs import Builder, Collective, aten, identity
-
-C = torch.ops._c10d_functional
-UNSHARD, REDUCE, REPLICATE = "fsdp.param_unshard", "fsdp.grad_reduce_shard", "fsdp.grad_replicate_reduce"
-TP = "tp.activation"
-Made = tuple[Builder, list[fx.Node]]
-
-
-def gather(b: Builder, x: fx.Node, **given: Any) -> fx.Node:
-    return b.all_gather(x, **{"role": UNSHARD, **given}).wait
-
-
-def scatter(b: Builder, x: fx.Node, **given: Any) -> fx.Node:
-    return b.reduce_scatter(x, **{"role": REDUCE, "op": "sum", **given}).wait
-
-
-def reduce(b: Builder, x: fx.Node, **given: Any) -> fx.Node:
-    return b.all_reduce(x, **{"role": REPLICATE, **given}).wait
-
-
-def late(made: Collective) -> fx.Node:
-    """The wait of a collective, moved to the end of the graph so far."""
-    last = list(made.start.graph.nodes)[-1]
-    if last is not made.wait:
-        last.append(made.wait)
-    return made.wait
-
-
-def inputs(b: Builder, count: int, shape: tuple[int, ...] = (4, 8), **given: Any) -> list[fx.Node]:
-    return [b.placeholder(f"x{i}", shape, **given) for i in range(count)]
-
-
-# ---- memory: who writes to what, and when
-
-
-def write_behind_the_wait_of_another() -> Made:
-    """What a tensor-parallel gather sends is written once it is waited for, and a parameter is made of it."""
-    b = Builder()
-    x, w = inputs(b, 2)
-    first = gather(b, w)
-    other = b.all_gather(x, group="tp", role=TP)
-    kept = b.call(aten.sin.default, other.wait)
-    write = b.call(aten.mul_.Tensor, x, 2)
-    return b, [first, kept, gather(b, b.call(aten.neg.default, write))]
-
-
-def write_behind_the_wait_of_a_reduction() -> Made:
-    b = Builder()
-    x, g, h = inputs(b, 3)
-    made = b.reduce_scatter(x, group="tp", op="sum", role=TP)
-    write = b.call(aten.mul_.Tensor, x, 2)
-    return b, [scatter(b, g), made.wait, scatter(b, b.call(aten.neg.default, write)), scatter(b, h)]
-
-
-def buffer_read_by_its_own_name() -> Made:
-    """An out= gather: what it fills is read by the buffer's name, once it has been waited for."""
-    b = Builder()
-    w, x = inputs(b, 2)
-    first = gather(b, w)
-    buffer = b.call(aten.full.default, [8, 8], 0.0)
-    start = out_gather(b, x, buffer)
-    b.wait(start)
-    return b, [first, gather(b, b.call(aten.mul.Tensor, buffer, 2))]
-
-
-def buffer_filled_twice() -> Made:
-    b = Builder()
-    x, y, w, v = inputs(b, 4)
-    buffer = b.call(aten.full.default, [8, 8], 0.0)
-    outs = []
-    for sent, shard in ((x, w), (y, v)):
-        b.wait(out_gather(b, sent, buffer))
-        outs += [b.call(aten.mul.Tensor, buffer, 2), gather(b, shard)]
-    return b, outs
-
-
-def reduced_in_place() -> Made:
-    """An in-place all-reduce between two gathers; the second sends what it left, by the tensor's own name."""
-    b = Builder()
-    w, x = inputs(b, 2)
-    first = gather(b, w)
-    start = b.graph.call_function(C.all_reduce_.default, (x, "sum", "dp"))
-    start.meta["val"] = x.meta["val"]
-    b.wait(start)
-    return b, [first, gather(b, b.call(aten.mul.Tensor, x, 2)), gather(b, x)]
-
-
-def reduced_in_place_and_waited_for_by_name() -> Made:
-    b = Builder()
-    w, x = inputs(b, 2)
-    first = gather(b, w)
-    start = b.graph.call_function(C.all_reduce_.default, (x, "sum", "dp"))
-    start.meta["val"] = x.meta["val"]
-    b.wait(x)
-    return b, [first, gather(b, b.call(aten.neg.default, x))]
-
-
-def reduced_in_place_together() -> Made:
-    b = Builder()
-    w, x, y = inputs(b, 3)
-    first = gather(b, w)
-    start = b.graph.call_function(C.all_reduce_coalesced_.default, ([x, y], "sum", "dp"))
-    start.meta["val"] = [x.meta["val"], y.meta["val"]]
-    pieces = [b.graph.call_function(operator.getitem, (start, i)) for i in range(2)]
-    for piece, x_or_y in zip(pieces, (x, y), strict=True):
-        piece.meta["val"] = x_or_y.meta["val"]
-        b.wait(piece)
-    return b, [first, gather(b, b.call(aten.neg.default, y)), gather(b, x)]
-
-
-def views_of_one_buffer() -> Made:
-    """Two parameters in one flat buffer, which is written as a whole between their gathers."""
-    b = Builder()
-    flat, w = b.placeholder("flat", (64,)), b.placeholder("w", (4, 8))
-    left, right = (b.view(b.slice(flat, i, i + 32), [4, 8]) for i in (0, 32))
-    first = gather(b, left)
-    write = b.call(aten.mul_.Tensor, flat, 2)
-    return b, [first, gather(b, right), gather(b, w), write]
-
-
-def inputs_that_are_one_tensor() -> Made:
-    """Two inputs that tracing saw as one memory."""
-    b = Builder()
-    x, y, w = inputs(b, 3)
-    y.meta["val"] = x.meta["val"].view(4, 8)
-    first = gather(b, x)
-    b.call(aten.mul_.Tensor, y, 2)
-    return b, [first, gather(b, w), y]
-
-
-def result_written_by_its_first_user() -> Made:
-    b = Builder()
-    x, y = inputs(b, 2)
-    first, second = gather(b, x), gather(b, y)
-    write = b.call(aten.add_.Tensor, first, 1)
-    return b, [b.call(aten.mul.Tensor, first, 2), write, b.call(aten.mul.Tensor, second, first)]
-
-
-def result_of_a_reduction_written() -> Made:
-    """The pieces of a reduced bucket lie in one buffer: a write to one must not reach the other."""
-    b = Builder()
-    x, y = inputs(b, 2)
-    first, second = reduce(b, x), reduce(b, y)
-    b.call(aten.mul_.Tensor, first, 3)
-    return b, [first, second, b.call(aten.add.Tensor, second, first)]
-
-
-def copied_back_into_the_parameter() -> Made:
-    """The optimizer's epilogue: parameters are gathered, scattered gradients are added to them, in place."""
-    b = Builder()
-    ws = inputs(b, 2, (4, 4))
-    fulls = [gather(b, w) for w in ws]
-    grads = [scatter(b, b.call(aten.mul.Tensor, full, 2)) for full in reversed(fulls)]
-    for w, grad in zip(reversed(ws), grads, strict=True):
-        b.call(aten.copy_.default, w, b.call(aten.add.Tensor, w, grad))
-    return b, [*fulls, *ws]
-
-
-def gathered_again_after_the_step() -> Made:
-    b = Builder()
-    ws = inputs(b, 2)
-    before = [gather(b, w) for w in ws]
-    for w in ws:
-        b.call(aten.mul_.Tensor, w, 2)
-    return b, [*before, *(gather(b, w) for w in ws)]
-
+from tests.graphs import Builder, aten, identity
+from tests.passes.hostile_parts import REDUCE, TP, UNSHARD, C, Made, add, control, gather, inputs, late, reduce, scatter
 
 # ---- waits
 
@@ -220,6 +53,17 @@ def ordering_dependencies() -> Made:
     stamp(behind, identity(UNSHARD))
     third = gather(b, z)
     return b, [first.wait, third, b.wait(behind)]
+
+
+def waits_with_dependencies() -> Made:
+    """A wait that is wrapped to run behind another's, and an operator wrapped to run behind a start node."""
+    b = Builder()
+    x, y, z = inputs(b, 3)
+    first, second, third = (b.all_gather(w, role=UNSHARD) for w in (x, y, z))
+    b.graph.erase_node(second.wait)
+    wrapped = control(b, [first.wait], C.wait_tensor.default, second.start)
+    behind = control(b, [third.start], aten.neg.default, x)
+    return b, [first.wait, late(third), wrapped, gather(b, behind)]
 
 
 def computation_behind_a_gather() -> Made:
@@ -326,10 +170,6 @@ def empty_shards() -> Made:
 # ---- sums
 
 
-def add(b: Builder, *values: fx.Node, **given: Any) -> fx.Node:
-    return b.call(aten.add.Tensor, *values, **given)
-
-
 def sums_with_something_wrong() -> Made:
     """Scaled, broadcast, promoted, used twice, in place: each beside a plain pair in one tree."""
     b = Builder()
@@ -415,51 +255,14 @@ def products_of_fsdps() -> Made:
     return b, [b.call(aten.mm.default, full, act), scatter(b, b.call(aten.mm.default, g, act))]
 
 
-# ---- helpers
-
-
-def out_gather(b: Builder, x: fx.Node, buffer: fx.Node) -> fx.Node:
-    start = b.graph.call_function(C.all_gather_into_tensor_out.default, (x, 2, "dp"), {"out": buffer})
-    start.meta["val"] = buffer.meta["val"]
-    return start
-
-
-def control(b: Builder, behind: list[fx.Node], target: Any, *args: Any) -> fx.Node:
-    """The operator in a ``control_deps`` that makes it run behind others, as torch's overlap scheduler wraps it."""
-    graph = fx.Graph()
-    given = [a for a in args if isinstance(a, fx.Node)]
-    inner = {}
-    for i, node in enumerate(given):
-        inner[node] = graph.placeholder(f"a{i}")
-        inner[node].meta["val"] = node.meta["val"]
-    made = graph.call_function(target, tuple(inner.get(a, a) if isinstance(a, fx.Node) else a for a in args))
-    if target is C.all_gather_into_tensor.default:
-        shape = given[0].meta["val"].shape
-        made.meta["val"] = b.empty((shape[0] * 2, *shape[1:]))
-    else:
-        with b.fake:
-            made.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
-    graph.output(made)
-    name = f"behind_{len(b.graph.nodes)}"
-    setattr(b.root, name, fx.GraphModule(torch.nn.Module(), graph))
-    body = b.graph.get_attr(name)
-    node = b.graph.call_function(getattr(torch.ops.higher_order, CONTROL_DEPS), (tuple(behind), body, *given))
-    node.meta["val"] = made.meta["val"]
-    return node
-
-
 GRAPHS: MappingProxyType[str, Callable[[], Made]] = MappingProxyType({
     make.__name__: make for make in (
-        write_behind_the_wait_of_another, write_behind_the_wait_of_a_reduction, buffer_read_by_its_own_name,
-        buffer_filled_twice, reduced_in_place, reduced_in_place_and_waited_for_by_name, reduced_in_place_together,
-        views_of_one_buffer, inputs_that_are_one_tensor, result_written_by_its_first_user,
-        result_of_a_reduction_written, copied_back_into_the_parameter, gathered_again_after_the_step,
         waited_for_late_and_in_another_order, dead_and_several_waits, nobody_uses_the_waits, ordering_dependencies,
-        computation_behind_a_gather, write_behind_a_gather, operations, sums_of_other_operations,
-        one_set_of_ranks_two_groups, rings_through_three_buckets, through_a_foreign_collective, types_and_bytes,
-        negated_and_conjugated_views, expanded_and_overlapping, empty_shards, sums_with_something_wrong, sum_in_place,
-        sum_that_feeds_its_own_addend, added_to_itself, gathered_and_written_between_products,
-        gathered_and_written_before_the_product, product_written_through_a_view, weight_written_between_products,
-        products_of_fsdps,
+        waits_with_dependencies, computation_behind_a_gather, write_behind_a_gather, operations,
+        sums_of_other_operations, one_set_of_ranks_two_groups, rings_through_three_buckets,
+        through_a_foreign_collective, types_and_bytes, negated_and_conjugated_views, expanded_and_overlapping,
+        empty_shards, sums_with_something_wrong, sum_in_place, sum_that_feeds_its_own_addend, added_to_itself,
+        gathered_and_written_between_products, gathered_and_written_before_the_product,
+        product_written_through_a_view, weight_written_between_products, products_of_fsdps,
     )
 })

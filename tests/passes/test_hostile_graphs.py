@@ -10,7 +10,7 @@ from torch import fx
 from collective_identity.transports import Transport, launches
 from inductor_passes import bucket_collectives, bucketing, dedup, dedup_reduce_scatters, fuse_tensor_parallel, fusion
 from inductor_passes.overlap import apply_overlap, plan_overlap
-from tests.passes.hostile_graphs import GRAPHS
+from tests.passes import hostile_graphs, hostile_writes
 from tests.passes.simulated_world import random_inputs, run, same
 
 
@@ -26,6 +26,8 @@ def everything(gm: fx.GraphModule) -> None:
     for one in (fuse, dedup_reduce_scatters, bucket_collectives, overlap):
         one(gm)
 
+
+GRAPHS = {**hostile_graphs.GRAPHS, **hostile_writes.GRAPHS}
 
 PASSES: Mapping[str, Callable[[fx.GraphModule], object]] = {
     "bucket": bucket_collectives,

@@ -16,7 +16,7 @@ from collective_identity.debugify.stamps import stamp_all
 from inductor_passes.reconcile import reconciled
 from inductor_passes.upstream_passes import upstream_passes
 from tests.graphs import Builder, Collective, aten, counting_edges
-from tests.passes.upstream_graphs import GRAPHS, SIZE, as_on_gpus, gram, tensor_parallel, world
+from tests.passes.upstream_graphs import GRAPHS, SIZE, as_on_gpus, finished, gram, tensor_parallel, world
 
 pytestmark = pytest.mark.usefixtures("fake_world")
 
@@ -156,6 +156,20 @@ def test_a_bucket_of_a_bucket_keeps_every_member() -> None:
     assert record is not None and found is not None
     assert sorted(member.name for member in record.members) == sorted(one.start.name for one in made)
     assert found.params == ("p0", "p1", "p2")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", [name for name in PASSES if name != "post_grad"])  # 2.11's raises on such a graph
+def test_waits_that_nobody_uses(name: str, count: int) -> None:
+    """No use is handed on, so that nothing shows who took over; a bucket is not the first member's for that."""
+    b = Builder()
+    shards = [b.placeholder(f"p{i}", (8, 8)) for i in range(2 * count)]
+    for shard in shards[:count]:
+        b.all_gather(shard, group=world(), size=SIZE)
+    for shard in shards[count:]:
+        b.reduce_scatter(shard, group=world(), size=SIZE)
+    report = debugify({name: within(name)}, finished(b, *shards))
+    assert not [(f.kind, f.nodes, f.detail) for _, f in report.faults], str(report)
 
 
 ROLES = (GRAD_REDUCE_SHARD, "tp.partial", None)
