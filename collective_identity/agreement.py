@@ -268,6 +268,10 @@ class _Exchange:
                 if kind != self.kind:
                     self._differ(peer, group, "kind", self.kind, kind)
                 if tag != self.tag:
+                    key = f"{self.prefix}/rows/{peer}/{kind}/{tag}/{self.n}"
+                    theirs = json.loads(self.store.get(key)) if rows and self.store.check([key]) else []
+                    if theirs:  # other models: say in which collective they differ, if in one
+                        self._compare(peer, shared, rows, theirs)
                     self._differ(peer, group, "tag (captured graph and options)", self.tag, tag)
         return bool(self.store.check([f"{self.prefix}/cached/{peer}/{self.tag}/{self.n}"]))
 
