@@ -155,8 +155,8 @@ class Exchange:
         )
         return AgreementResult("timeout", why)
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"{what}/{rank}/{self.kind}/{self.tag}/{self._n}"
+    def _key(self, what: str, rank: int, tag: str | None = None) -> str:
+        return f"{what}/{rank}/{self.kind}/{tag or self.tag}/{self._n}"
 
     def _meet(self, board: Board, peers: Sequence[int], deadline: float) -> list[int]:
         """Compare with each peer as it arrives; the peers that did not until the deadline."""
@@ -188,6 +188,11 @@ class Exchange:
                 kind, tag, unsure = place
                 if unsure or self._unsure:
                     continue
+                if kind == self.kind and tag != self.tag:  # other models: say in which collective, if in one
+                    other = board.get(self._key("record", peer, tag))
+                    found = None if other is None or not self.rows else board.rows(other["digests"][WHOLE])
+                    if found:
+                        self._compare(board, peer, shared, found, deadline)
                 for field, mine, theirs in (
                     ("kind", self.kind, kind),
                     ("tag (captured graph and options)", self.tag, tag),

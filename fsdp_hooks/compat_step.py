@@ -55,10 +55,11 @@ def compiled(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: Any, e
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    gm = copy.deepcopy(gm)
+    gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # tensors that the graph reads by name stay the same ones
     for node in gm.graph.nodes:
         node.meta.pop("unbacked_bindings", None)
         node.target = functionalizable(node.target)
+    gm.recompile()
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     compiler = lookup_backend(backend) if isinstance(backend, str) else backend
     with torch.no_grad():

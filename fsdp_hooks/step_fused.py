@@ -1,9 +1,9 @@
 """How does a fused optimizer pass through a compiler?
 
-``aten::_fused_adamw_`` and its like update lists of tensors in place. As operators of aten they are neither
-functionalized (``can_auto_functionalize``, torch/_higher_order_ops/auto_functionalize.py, takes no built-in operator)
-nor have they a fake implementation for a learning rate that is a tensor (torch/_meta_registrations.py); read in torch
-2.11.0 to 2.15.0. The same kernels under names of our own are functionalized as any custom operator.
+``aten::_fused_adamw_`` updates lists of tensors in place. Functionalization refuses one that is empty (without
+``amsgrad`` one is), and for a learning rate that is a tensor there is no fake implementation: seen on torch 2.11.0,
+2.13.0 and 2.14.1, docs/upstream/fused-adam-functionalize.md. The same kernel under a name of our own is functionalized
+as any custom operator (torch/_higher_order_ops/auto_functionalize.py, which takes no built-in one).
 """
 
 from __future__ import annotations

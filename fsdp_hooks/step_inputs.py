@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .errors import InstallError
+from .errors import InstallError, UnsupportedOption
 from .runtime import BINDINGS
 
 _TENSOR = object()
@@ -39,15 +39,27 @@ def like(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 class _Shard:
-    """Stands for a sharded parameter while a step is traced."""
+    """Stands for a sharded parameter while a step is traced; only the model's own forward may read it."""
 
-    def __init__(self, part: torch.Tensor) -> None:
-        self._part = part
+    def __init__(self, part: torch.Tensor, name: str) -> None:
+        self._part, self._name = part, name
         self.requires_grad = part.requires_grad
 
     def to_local(self) -> torch.Tensor:
         """The traced part."""
         return self._part
+
+    def _refuse(self, *args: Any) -> Any:
+        raise UnsupportedOption(
+            f"trace_train_step expects parameters to be read in the model's forward, found {self._name!r} read outside "
+            "it, by the loss function: move what needs it into a module's forward, or into before_step"
+        )
+
+    __getattr__ = __add__ = __sub__ = __mul__ = __rmul__ = __matmul__ = __pow__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(one for one in pytree.tree_leaves(args) if isinstance(one, cls))._refuse()
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Slot:
         """Have the modules read ``part`` instead."""
         for table, module, name in self.owners:
             gathered = name in module.__dict__.get(BINDINGS, ())
-            table[name] = _Shard(part) if gathered else like(part, self.tensor)
+            table[name] = _Shard(part, self.name) if gathered else like(part, self.tensor)
 
     def put_whole(self, part: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
         """Have the modules read the tensor as it is outside forward, around ``part``, with its gradient; returns it."""

@@ -78,7 +78,7 @@ class TracedOptimizer:
         """What the graph reads and writes of the optimizer, this rank's parts; a learning rate as float64.
 
         Raises:
-            InstallError: state that the step was traced with is gone.
+            InstallError: state or a parameter group that the step was traced with is gone.
         """
         held = []
         for param, name in self.state:
@@ -89,12 +89,12 @@ class TracedOptimizer:
                     "traced, found none: trace it again"
                 )
             held.append(local(value))
-        for group in self.optimizer.param_groups:
-            for name, value in _hyperparameters(group).items():
-                if isinstance(value, torch.Tensor):
-                    held.append(value.detach())
+        for group, traced in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for name in traced:
+                if isinstance(group[name], torch.Tensor):
+                    held.append(group[name].detach())
                 elif name == "lr":
-                    held.append(torch.tensor(value, dtype=torch.float64))
+                    held.append(torch.tensor(group[name], dtype=torch.float64))
         return held
 
     @property
@@ -154,8 +154,8 @@ class TracedOptimizer:
                 f"{len(self.optimizer.param_groups)}: trace it again"
             )
         for number, (traced, group) in enumerate(zip(self.groups, self.optimizer.param_groups, strict=True)):
-            for name, value in _hyperparameters(group).items():
-                was = traced.get(name)
+            for name, was in traced.items():  # a schedule may have added notes of its own
+                value = group[name]
                 tensors = isinstance(was, torch.Tensor), isinstance(value, torch.Tensor)
                 if tensors == (True, True) or (tensors == (False, False) and (name == "lr" or value == was)):
                     continue

@@ -131,6 +131,7 @@ def replay(rank: int, ranks: int, runs: list[Run]) -> dict[str, dict[str, Any]]:
             report = ci.report().to_dict()
             if run.options is not None:
                 step.compile(options=run.options)
+            after = ci.report().to_dict()["collectives"]["after_bucketing"]
             losses = []
             for number in range(STEPS):
                 losses.append(step(batch(data, number)).item())
@@ -153,6 +154,7 @@ def replay(rank: int, ranks: int, runs: list[Run]) -> dict[str, dict[str, Any]]:
             "unlabelled": sum(i is None for i in identities),
             "failures": report["failures"],
             "captured": report["collectives"]["captured"],
+            "after": after,
         }
     return found
 
