@@ -26,7 +26,7 @@ from torch._guards import CompileContext
 
 import collective_identity as ci
 from collective_identity import compat, session
-from collective_identity.codes import LITE_SKIPPED, STRUCTURE_MISMATCH
+from collective_identity.codes import DROPPED_UNKNOWN, LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
 from collective_identity.outside import say_eager_modules
@@ -54,6 +54,7 @@ Rows = tuple[CollectiveRow, ...]
 _PACKAGES = tuple(
     Path(__file__).parent.parent / name for name in ("collective_identity", "fsdp_hooks", "inductor_passes")
 )
+_VANISHED = "no collective of its kind that is new carries its role"
 _RECOMPILE_TIMEOUT = 5.0  # seconds: a recompile (another batch size) is often one rank's alone
 
 
@@ -184,12 +185,14 @@ class _Compile:
     @contextmanager
     def _graph(self, kind: GraphKind, gm: fx.GraphModule) -> Iterator[_Graph]:
         """The log of one graph's compile, closed however that ends."""
-        run_user_passes(gm, self._options.pre_passes)
+        vanished = run_user_passes(gm, self._options.pre_passes)
         log = self._session.begin_graph(kind, self._name, NAME)
         start = time.perf_counter()
         try:
             graph = _Graph(gm, self._context(kind, gm, log), log)
             self._graphs[kind] = graph
+            for name, loss, node in vanished:
+                log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
             if self._options.dump:
                 log.dump(gm)
             yield graph
@@ -285,6 +288,9 @@ class _Graph:
         for node, absence in seen.absences.items():
             if absence.code is not None:
                 self._log.event(absence.code, node=node, pass_name=absence.pass_name, detail=absence.detail)
+        for removal in ci.plan_normalization(gm).removals:
+            if removal.code.severity != "info":
+                self._log.event(removal.code, node=removal.node, detail=removal.detail)
         for mismatch in seen.mismatches:
             self._log.event(STRUCTURE_MISMATCH, node=mismatch.node, role=mismatch.identity.role, detail=mismatch.detail)
         for node, note in seen.notes:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from collective_identity import Identity, Source, classify, normalize
+from collective_identity import Identity, Source, apply_normalization, classify, plan_normalization
 from collective_identity.compat import collector_paused
 
 from . import symmetric
@@ -43,8 +43,15 @@ class Normalize:
     )
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
-        """Write only where writing is allowed; classification reads a graph that is not normalised as well."""
-        return PassOutcome(changed=False if context.read_only else normalize(gm))
+        """Write only where writing is allowed; classification reads a graph that is not normalised as well.
+
+        The summary counts payloads moved and removed by code; those that were ambiguous are events of the graph.
+        """
+        plan = plan_normalization(gm)
+        moved: dict[str, int] = {}
+        for code in (*(move.code for move in plan.moves), *(removal.code for removal in plan.removals)):
+            moved[code.id] = moved.get(code.id, 0) + 1
+        return PassOutcome(False if context.read_only else apply_normalization(gm, plan), summary=moved)
 
 
 class Fuse:
