@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -283,3 +285,31 @@ def eager_fsdp_modules() -> tuple[str, ...]:
     except (AttributeError, TypeError, RuntimeError):
         return ()
     return tuple(dict.fromkeys(found))
+
+
+_MAY_BE_WRAPPED: Final = (
+    ("torch._inductor.compile_fx", "compile_fx"),
+    ("torch._inductor.compile_fx", "compile_fx_inner"),
+    ("torch._inductor.fx_passes.fsdp", "is_fsdp_all_gather_wait"),
+    ("torch._inductor.fx_passes.fsdp", "is_fsdp_reduce_scatter_wait"),
+    ("torch._inductor.fx_passes.fsdp", "is_fsdp_all_gather"),
+    ("torch._inductor.fx_passes.fsdp", "identify_fsdp_groups"),
+    ("torch._inductor.fx_passes.bucketing", "merge_all_gather"),
+    ("torch._inductor.fx_passes.bucketing", "merge_reduce_scatter"),
+    ("torch._inductor.fx_passes.post_grad", "post_grad_passes"),
+)
+"""What packages around FSDP's collectives wrap, ours included while a scope is open (PyTorch 2.11-2.15)."""
+
+
+def replaced_functions() -> list[str]:
+    """``MODULE.NAME (from WHERE)`` for each function of torch's passes that is not torch's own now."""
+    found = []
+    for module, name in _MAY_BE_WRAPPED:
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            continue
+        home = getattr(getattr(function, "__code__", None), "co_filename", "")
+        if function is not None and home and f"{os.sep}torch{os.sep}" not in home:
+            found.append(f"{module}.{name} (from {home})")
+    return found
