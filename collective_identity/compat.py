@@ -261,12 +261,12 @@ def tracing() -> bool:
 
 
 def eager_fsdp_modules() -> tuple[str, ...]:
-    """Names of this process's modules under ``fully_shard`` whose own forward hooks are on; "(root)" without a name.
+    """Names of the modules under ``fully_shard`` in whose eager forward this is called; "(root)" without a name.
 
-    FQNs are from the root that FSDP2 found when it first ran; before that the class is named. A module that shards
-    nothing, on a mesh of one rank, is left out. Private names: ``_composable_state._module_state_mapping``,
-    ``FSDPState._pre_forward_hook_handle`` and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing
-    the answer is empty.
+    All modules of that root whose own hooks are on. A module that shards nothing, on a mesh of one rank, is left out.
+    Private names: ``_composable_state._module_state_mapping``, of ``FSDPState`` ``_pre_forward_hook_handle`` and
+    ``_state_ctx.iter_forward_root``, and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing the
+    answer is empty.
     """
     state_module = sys.modules.get("torch.distributed._composable_state")
     found = []
@@ -278,6 +278,8 @@ def eager_fsdp_modules() -> tuple[str, ...]:
             group = groups[0]
             if handle is None or group is None or group.mesh_info.mesh.size() == 1:
                 continue
+            if state._state_ctx.iter_forward_root is None:  # type: ignore[union-attr]
+                continue  # no forward of its model is under way
             handles = getattr(handle, "handles", (handle,))
             if any((hooks := one.hooks_dict_ref()) is not None and one.id in hooks for one in handles):
                 name = getattr(group, "_module_fqn", None)

@@ -49,7 +49,7 @@ logger = logging.getLogger("collective_identity.inductor_passes")
 
 NAME = "collective_identity"
 
-Rows = tuple[CollectiveRow, ...]
+Rows = Sequence[CollectiveRow]
 
 _PACKAGES = tuple(
     Path(__file__).parent.parent / name for name in ("collective_identity", "fsdp_hooks", "inductor_passes")
@@ -261,8 +261,8 @@ class _Graph:
         self.transformed = False
         self.rows_known = True
         self._groups: tuple[str, ...] | None = None
-        self.before = self.after = self._look(gm)
-        log.captured(self.before)
+        self.before: Rows = log.captured(self._look(gm))
+        self.after: Rows = self.before
 
     @classmethod
     def recorded(cls, log: GraphLog, before: Rows, after: Rows) -> _Graph:
@@ -334,7 +334,7 @@ class _Graph:
             self.rows_known = False
         elif lite is not LiteState.OFF:
             self._log.event(LITE_SKIPPED, detail=f"lite mode: {lite.value}")
-        self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
+        self.after = self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
 
     def agree(self, tag: str, timeout: float) -> str:
         """Compare with the other ranks, and return the verdict; raises on every rank when they differ."""

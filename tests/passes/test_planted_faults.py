@@ -137,3 +137,33 @@ def test_a_module_that_was_not_compiled_is_named(tmp_path: Path) -> None:
     named = [text for text in reasons if "CI052" in text and "1: 2 expected, 0 captured" in text]
     assert named and not any("0: 2 expected" in text for text in named), reasons
     assert any(text.startswith("not_captured: fsdp.param_unshard, forward: 2 of 4") for text in reasons), reasons
+
+
+class Doubled(nn.Linear):
+    """Of this file: after a graph break Dynamo goes into no forward of torch.nn."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_eager_fsdp2_around_a_compiled_block_is_named_and_a_model_at_rest_is_not(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model, resting = (nn.Sequential(Doubled(8, 8), Doubled(8, 8)) for _ in range(2))
+    mesh = init_device_mesh("cpu", (4,))
+    for part in (*model, model, *resting, resting):
+        fully_shard(part, mesh=mesh)
+    with torch.no_grad():
+        resting(torch.ones(3, 8))
+    options = {"inner": "aot_eager"}
+    with ci.enable(run_dir=tmp_path, agreement_timeout=0):
+        model[0].compile(backend=collective_identity, options=options)
+        model(torch.ones(3, 8)).sum().backward()
+    found = CliRunner().invoke(cli.app, ["check", str(tmp_path), "--fail-on", "not_captured", "--json"])
+    (said,) = [text for text in json.loads(found.output)["reasons"] if "CI040" in text]
+    assert said == (
+        "not_captured: CI040 not_captured: eager FSDP2 modules 0, 1: their collectives run in FSDP2's hooks"
+    )
+    torch._dynamo.reset()
+    with ci.enable(run_dir=tmp_path / "loss", agreement_timeout=0):
+        torch.compile(lambda x: x * 2, backend=collective_identity, options=options)(torch.ones(2))
+    assert "CI040" not in (tmp_path / "loss" / "rank0.jsonl").read_text()
