@@ -14,6 +14,7 @@ NAMES = {
     "lite": "the models in lite mode: equal to aot_eager bit for bit, and how fast (--device cuda: flex attention too)",
     "selective_decompose": "decomposing marked regions during the one trace against torch's second trace",
     "policy": "operator policies: their cost, and with --prove the isolation and cache proof",
+    "diagnostics": "what the ledger and the report cost: bytes a collective, seconds, share of a compile",
     "identity": "what identities cost: compile time and metadata memory per collective",
 }
 

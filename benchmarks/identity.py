@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .measure import best_of, parser, show
 Graphs = list[fx.GraphModule]
 
 
-def captured(layers: int) -> tuple[Graphs, float]:
+def captured(layers: int, run_dir: Path | None = None) -> tuple[Graphs, float]:
     """Forward and backward graph of an FSDP2 model in a pretended world of 4 ranks, and the seconds to get them."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +44,7 @@ def captured(layers: int) -> tuple[Graphs, float]:
     fully_shard(model, mesh=mesh)
     fsdp_hooks.install(model)
     graphs: Graphs = []
-    with ci.enable(agreement_timeout=0):
+    with ci.enable(agreement_timeout=0, run_dir=run_dir):
         options = {"inner": "aot_eager", "bucketing": False, "pre_passes": [graphs.append]}
         run = torch.compile(model, backend=collective_identity, fullgraph=True, options=options)
         start = time.process_time()

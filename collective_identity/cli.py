@@ -6,6 +6,8 @@ Exit codes: 0 fine; 1 something was found (`check`, `diff`, `debugify`, `doctor`
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
@@ -37,17 +39,20 @@ app.command("explain")(explain_command)
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Look at this installation: torch version, what we rely on in it, entry points.
+    """Look at this installation: torch version, what we rely on in it, entry points, what does not work here.
 
     Exit code 0 when everything needed is there, 1 otherwise.
     """
     checks = [{"check": name, "ok": ok, "found": found} for name, ok, found in diagnose()]
     good = all(entry["ok"] for entry in checks)
+    limits = unsupported()
     if as_json:
-        _print_json({"ok": good, "checks": checks})
+        _print_json({"ok": good, "checks": checks, "unsupported": limits})
     else:
         for entry in checks:
             typer.echo(f"{'ok ' if entry['ok'] else 'NOT'}  {entry['check']}: {entry['found']}")
+        for text in limits:
+            typer.echo(f"--   unsupported here: {text}")
     if not good:
         raise typer.Exit(1)
 
@@ -72,10 +77,32 @@ def diagnose() -> list[tuple[str, bool, str]]:
         _look("FSDP2 fully_shard", lambda: bool(_attribute("torch.distributed.fsdp", "fully_shard"))),
         _look("FSDP2 state with forward hook handles", _fsdp_hook_handles),
         _look("Inductor pass slots", _pass_slots),
+        _wrapped(),
         _look("package fsdp_hooks", lambda: util.find_spec("fsdp_hooks") is not None),
         _look("package inductor_passes", lambda: util.find_spec("inductor_passes") is not None),
         _entry_point(),
     ]
+
+
+def unsupported() -> list[str]:
+    """What this project cannot do with this installation and configuration, one sentence each."""
+    import torch
+    from torch._inductor import config
+
+    distributed = torch.distributed.is_available()
+    found = {
+        "collectives of any kind: this torch was built without torch.distributed": not distributed,
+        "process groups on GPUs: no NCCL in this torch": distributed and not torch.distributed.is_nccl_available(),
+        "process groups on CPUs: no gloo in this torch": distributed and not torch.distributed.is_gloo_available(),
+        "explicit roles in backward: compiled autograd is on, structure decides there": bool(
+            getattr(torch._dynamo.config, "compiled_autograd", False)
+        ),
+        "roles in profiles of Inductor's code: cpp_wrapper is on": config.cpp_wrapper,
+        "Inductor on a CPU: no C++ compiler on the path (options={'inner': 'aot_eager'} needs none)": not any(
+            map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))
+        ),
+    }
+    return [text for text, here in found.items() if here]
 
 
 def main() -> None:
@@ -109,6 +136,12 @@ def _pass_slots() -> bool:
     from torch._inductor import config
 
     return all(hasattr(config, name) for name in ("post_grad_custom_pre_pass", "post_grad_custom_post_pass"))
+
+
+def _wrapped() -> tuple[str, bool, str]:
+    """Functions of torch that another package has replaced in this process. To be told; ours are undone when closed."""
+    found = compat.replaced_functions()
+    return "attributes of torch that were wrapped", True, ", ".join(found) if found else "none"
 
 
 def _entry_point() -> tuple[str, bool, str]:

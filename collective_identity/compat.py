@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -326,12 +328,12 @@ def tracing() -> bool:
 
 
 def eager_fsdp_modules() -> tuple[str, ...]:
-    """Names of this process's modules under ``fully_shard`` whose own forward hooks are on; "(root)" without a name.
+    """Names of the modules under ``fully_shard`` in whose eager forward this is called; "(root)" without a name.
 
-    FQNs are from the root that FSDP2 found when it first ran; before that the class is named. A module that shards
-    nothing, on a mesh of one rank, is left out. Private names: ``_composable_state._module_state_mapping``,
-    ``FSDPState._pre_forward_hook_handle`` and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing
-    the answer is empty.
+    All modules of that root whose own hooks are on. A module that shards nothing, on a mesh of one rank, is left out.
+    Private names: ``_composable_state._module_state_mapping``, of ``FSDPState`` ``_pre_forward_hook_handle`` and
+    ``_state_ctx.iter_forward_root``, and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing the
+    answer is empty.
     """
     state_module = sys.modules.get("torch.distributed._composable_state")
     found = []
@@ -343,6 +345,8 @@ def eager_fsdp_modules() -> tuple[str, ...]:
             group = groups[0]
             if handle is None or group is None or group.mesh_info.mesh.size() == 1:
                 continue
+            if state._state_ctx.iter_forward_root is None:  # type: ignore[union-attr]
+                continue  # no forward of its model is under way
             handles = getattr(handle, "handles", (handle,))
             if any((hooks := one.hooks_dict_ref()) is not None and one.id in hooks for one in handles):
                 name = getattr(group, "_module_fqn", None)
@@ -350,3 +354,31 @@ def eager_fsdp_modules() -> tuple[str, ...]:
     except (AttributeError, TypeError, RuntimeError):
         return ()
     return tuple(dict.fromkeys(found))
+
+
+_MAY_BE_WRAPPED: Final = (
+    ("torch._inductor.compile_fx", "compile_fx"),
+    ("torch._inductor.compile_fx", "compile_fx_inner"),
+    ("torch._inductor.fx_passes.fsdp", "is_fsdp_all_gather_wait"),
+    ("torch._inductor.fx_passes.fsdp", "is_fsdp_reduce_scatter_wait"),
+    ("torch._inductor.fx_passes.fsdp", "is_fsdp_all_gather"),
+    ("torch._inductor.fx_passes.fsdp", "identify_fsdp_groups"),
+    ("torch._inductor.fx_passes.bucketing", "merge_all_gather"),
+    ("torch._inductor.fx_passes.bucketing", "merge_reduce_scatter"),
+    ("torch._inductor.fx_passes.post_grad", "post_grad_passes"),
+)
+"""What packages around FSDP's collectives wrap, ours included while a scope is open (PyTorch 2.11-2.15)."""
+
+
+def replaced_functions() -> list[str]:
+    """``MODULE.NAME (from WHERE)`` for each function of torch's passes that is not torch's own now."""
+    found = []
+    for module, name in _MAY_BE_WRAPPED:
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            continue
+        home = getattr(getattr(function, "__code__", None), "co_filename", "")
+        if function is not None and home and f"{os.sep}torch{os.sep}" not in home:
+            found.append(f"{module}.{name} (from {home})")
+    return found

@@ -155,11 +155,11 @@ class Ledger:
             self._seen.pop(graph, None)
             self._records.graph_ended(graph)
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: Record) -> Record:
         with self._lock:
             if not self._records:
                 self._add_run()
-            self._append(record)
+            return self._append(record)
 
     def _add_run(self) -> None:
         rank, ranks = rank_and_ranks()
@@ -186,10 +186,10 @@ class Ledger:
             )
         )
 
-    def _append(self, record: Record) -> None:
+    def _append(self, record: Record) -> Record:
         if self._writer is not None:
             self._writer.write(record)
-        self._records.append(record)
+        return self._records.append(record)
 
     def _event(
         self,
@@ -253,11 +253,14 @@ class GraphLog:
         self._seconds = 0.0
         self.shared = Shared(ledger.agreement_state, ledger.service, number, kind, name)
 
-    def captured(self, rows: Iterable[CollectiveRow]) -> None:
-        """The collectives of the graph before any pass of ours (`collective_table`)."""
+    def captured(self, rows: Iterable[CollectiveRow]) -> Sequence[CollectiveRow]:
+        """The collectives of the graph before any pass of ours (`collective_table`); returns them as they are kept."""
         self._captured = tuple(rows)
-        self._ledger._add(CapturedRecord(self.number, self._captured))
-        logger.debug("%s: captured %s", self._where, _by_role(self._captured))
+        kept = self._ledger._add(CapturedRecord(self.number, self._captured))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s: captured %s", self._where, _by_role(self._captured))
+        assert isinstance(kept, CapturedRecord)
+        return kept.rows
 
     def dump(self, gm: fx.GraphModule) -> None:
         """Save the graph under ``graphs/`` of the run folder; a graph or disk that does not allow it is logged."""
@@ -358,13 +361,14 @@ class GraphLog:
         cached: bool = False,
         lite: str = "off",
         compile_seconds: float | None = None,
-    ) -> None:
-        """The compile ended with these collectives; `cached` when it came from a cache and no pass ran."""
+    ) -> Sequence[CollectiveRow]:
+        """The compile ended with these collectives; `cached` when it came from a cache and no pass ran. Returns them
+        as they are kept."""
         self.shared.busy(None)
         final = tuple(rows)
         self._absences((*self._captured, *final))
         finished = FinishRecord(self.number, final, cached, lite, compile_seconds)
-        self._ledger._add(finished)
+        kept = self._ledger._add(finished)
         logger.info(
             "%s: %s%s, passes %.3f s%s%s",
             self._where,
@@ -375,6 +379,8 @@ class GraphLog:
             "" if lite == "off" else f", lite {lite}",
         )
         self._ended(finished)
+        assert isinstance(kept, FinishRecord)
+        return kept.rows
 
     def failed(self, error: BaseException | str, *, compile_seconds: float | None = None) -> None:
         """The compile ended in an error."""

@@ -11,7 +11,7 @@ _NAMED = 12
 
 
 def say_eager_modules(ledger: Ledger) -> None:
-    """Record, once per set of modules, the FSDP2 modules of this process that run eagerly beside compiled code.
+    """Record, once per set of modules, the FSDP2 modules in whose eager forward a graph is about to run.
 
     Their all-gathers and reduce-scatters run in FSDP2's hooks, which no graph holds since torch 2.12. A module whose
     unit some captured collective names is left out: it was traced as a whole step.

@@ -17,16 +17,17 @@ class Storage:
         self._events = PackedEvents(self._texts)
         self._others: list[Record] = []
 
-    def append(self, record: Record) -> None:
-        """Keep one record."""
+    def append(self, record: Record) -> Record:
+        """Keep one record; the record as it is kept, its rows in columns."""
         if isinstance(record, EventRecord):
             self._events.add(record, len(self._others))
-            return
+            return record
         if isinstance(record, (CapturedRecord, FinishRecord)):
             record = replace(record, rows=PackedRows(record.rows, self._texts, record.graph))
         elif isinstance(record, PassRecord):
             record = replace(record, summary=PackedMapping(json_values(record.summary)))
         self._others.append(record)
+        return record
 
     def graph_ended(self, graph: int) -> None:
         """No more is expected of this graph: drop what only its compile needs."""

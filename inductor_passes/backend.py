@@ -26,7 +26,7 @@ from torch._guards import CompileContext
 
 import collective_identity as ci
 from collective_identity import compat, session
-from collective_identity.codes import LITE_SKIPPED, STRUCTURE_MISMATCH
+from collective_identity.codes import DROPPED_UNKNOWN, LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import GraphKind, GraphLog
 from collective_identity.outside import say_eager_modules
@@ -50,11 +50,12 @@ logger = logging.getLogger("collective_identity.inductor_passes")
 
 NAME = "collective_identity"
 
-Rows = tuple[CollectiveRow, ...]
+Rows = Sequence[CollectiveRow]
 
 _PACKAGES = tuple(
     Path(__file__).parent.parent / name for name in ("collective_identity", "fsdp_hooks", "inductor_passes")
 )
+_VANISHED = "no collective of its kind that is new carries its role"
 _RECOMPILE_TIMEOUT = 5.0  # seconds: a recompile (another batch size) is often one rank's alone
 
 
@@ -187,12 +188,14 @@ class _Compile:
     @contextmanager
     def _graph(self, kind: GraphKind, gm: fx.GraphModule) -> Iterator[_Graph]:
         """The log of one graph's compile, closed however that ends."""
-        run_user_passes(gm, self._options.pre_passes)
+        vanished = run_user_passes(gm, self._options.pre_passes)
         log = self._session.begin_graph(kind, self._name, NAME)
         start = time.perf_counter()
         try:
             graph = _Graph(gm, self._context(kind, gm, log), log)
             self._graphs[kind] = graph
+            for name, loss, node in vanished:
+                log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
             if self._options.dump:
                 log.dump(gm)
             yield graph
@@ -274,8 +277,8 @@ class _Graph:
         self.transformed = False
         self.rows_known = True
         self._groups: tuple[str, ...] | None = None
-        self.before = self.after = self._look(gm)
-        log.captured(self.before)
+        self.before: Rows = log.captured(self._look(gm))
+        self.after: Rows = self.before
 
     @classmethod
     def recorded(cls, log: GraphLog, before: Rows, after: Rows) -> _Graph:
@@ -301,6 +304,9 @@ class _Graph:
         for node, absence in seen.absences.items():
             if absence.code is not None:
                 self._log.event(absence.code, node=node, pass_name=absence.pass_name, detail=absence.detail)
+        for removal in ci.plan_normalization(gm).removals:
+            if removal.code.severity != "info":
+                self._log.event(removal.code, node=removal.node, detail=removal.detail)
         for mismatch in seen.mismatches:
             self._log.event(STRUCTURE_MISMATCH, node=mismatch.node, role=mismatch.identity.role, detail=mismatch.detail)
         for node, note in seen.notes:
@@ -344,7 +350,7 @@ class _Graph:
             self.rows_known = False
         elif lite is not LiteState.OFF:
             self._log.event(LITE_SKIPPED, detail=f"lite mode: {lite.value}")
-        self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
+        self.after = self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
 
     @property
     def place(self) -> Place:

@@ -28,7 +28,7 @@ from .upstream import cache_dir
 
 logger = logging.getLogger("collective_identity.inductor_passes")
 
-Tables = Mapping[GraphKind, tuple[tuple[CollectiveRow, ...], tuple[CollectiveRow, ...]]]
+Tables = Mapping[GraphKind, tuple[Sequence[CollectiveRow], Sequence[CollectiveRow]]]
 """By kind of graph: the collectives as captured, and as they were after our passes."""
 
 

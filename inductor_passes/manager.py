@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import fx
 
 from collective_identity import collective_table
-from collective_identity.losses import record_losses, snapshot
+from collective_identity.losses import Loss, record_losses, snapshot
 
 from .contract import GraphPass, LiteBehaviour, PassContext, PassOutcome
 from .lite_mode import LiteState, check_result, guarded, lite_parts, lite_state
@@ -123,11 +123,18 @@ def role_counts(gm: fx.GraphModule) -> Mapping[str, int]:
     return counts
 
 
-def run_user_passes(gm: fx.GraphModule, passes: Iterable[Callable[[fx.GraphModule], object]]) -> None:
+def run_user_passes(
+    gm: fx.GraphModule, passes: Iterable[Callable[[fx.GraphModule], object]]
+) -> list[tuple[str, Loss, fx.Node]]:
     """Run a user's own callables on the graph, check what they left, and record the identities they lost.
 
     In lite mode they may look and not write, like every other pass.
+
+    Returns:
+        Pass, loss and the erased node of each identity that left no collective without one behind, where no new
+        collective of its kind carries its role: a merge that kept another member's.
     """
+    vanished: list[tuple[str, Loss, fx.Node]] = []
     for one in passes:
         name = getattr(one, "__qualname__", type(one).__qualname__)
         before = snapshot(gm)
@@ -140,5 +147,19 @@ def run_user_passes(gm: fx.GraphModule, passes: Iterable[Callable[[fx.GraphModul
         except Exception as error:
             raise PassError(f"{type(error).__name__}: {error} (in a pre_pass of the user, {name!r})") from error
         gm.recompile()
-        for loss in record_losses(before, gm, pass_name=name):
+        losses = record_losses(before, gm, pass_name=name)
+        for loss in losses:
             logger.debug("pre_pass %s lost %s of %s", name, loss.identity.role, loss.was)
+        known = {seen.node for seen in before}
+        merged = {
+            (*seen.signature[:2], seen.identity.role)
+            for seen in snapshot(gm)
+            if seen.node not in known and seen.identity is not None
+        }
+        was = {seen.name: seen for seen in before}
+        vanished += [
+            (name, loss, was[loss.was].node)
+            for loss in losses
+            if loss.node is None and (*was[loss.was].signature[:2], loss.identity.role) not in merged
+        ]
+    return vanished

@@ -158,3 +158,23 @@ def test_the_entry_function_exits_with_the_code(good: Path, tmp_path: Path) -> N
         assert ended.returncode == expected, ended.stderr
         if expected == 0:
             assert json.loads(ended.stdout)["ok"]
+
+
+def test_doctor_names_what_was_wrapped_and_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config
+    import torch._inductor.fx_passes.fsdp as passes
+
+    before = json.loads(call("doctor", "--json").output)
+    (entry,) = [e for e in before["checks"] if e["check"] == "attributes of torch that were wrapped"]
+    assert (entry["ok"], entry["found"]) == (True, "none")
+    monkeypatch.setattr(passes, "is_fsdp_all_gather_wait", lambda node: False)
+    monkeypatch.setattr(torch._inductor.config, "cpp_wrapper", True)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    after = json.loads(call("doctor", "--json").output)
+    (entry,) = [e for e in after["checks"] if e["check"] == "attributes of torch that were wrapped"]
+    assert "torch._inductor.fx_passes.fsdp.is_fsdp_all_gather_wait (from" in entry["found"]
+    assert "test_cli" in entry["found"]
+    new = set(after["unsupported"]) - set(before["unsupported"])
+    assert any("cpp_wrapper" in text for text in new) and any("C++ compiler" in text for text in after["unsupported"])
+    assert "unsupported here: roles in profiles" in call("doctor").output
