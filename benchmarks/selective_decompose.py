@@ -10,6 +10,7 @@ second trace drops annotations at its default provenance level, so it is measure
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -37,12 +38,14 @@ def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--layers", type=int, nargs="+", default=[4, 9], help="depths of the model")
     options.add_argument("--marked", type=float, default=0.5, help="share of the layers whose feed-forward is marked")
-    options.add_argument("--repeat", type=int, default=2, help="captures of each, of which the fastest counts")
+    options.add_argument("--repeat", type=int, default=3, help="captures of each, of which the fastest counts")
     given = options.parse_args()
     ratio, failed = 0.0, False
     for layers in given.layers:
-        torch_runs = [capture(layers, given.marked, one_trace=False) for _ in range(given.repeat)]
-        our_runs = [capture(layers, given.marked, one_trace=True) for _ in range(given.repeat)]
+        torch_runs, our_runs = [], []
+        for _ in range(given.repeat):  # by turns: what earlier graphs leave behind slows the collector for both
+            torch_runs.append(capture(layers, given.marked, one_trace=False))
+            our_runs.append(capture(layers, given.marked, one_trace=True))
         torch_seconds, our_seconds = (min(run[0] for run in runs) for runs in (torch_runs, our_runs))
         torch_whole, our_whole = (min(run[2] for run in runs) for runs in (torch_runs, our_runs))
         theirs, ours = torch_runs[-1][1], our_runs[-1][1]
@@ -83,6 +86,7 @@ def capture(layers: int, marked: float, *, one_trace: bool) -> tuple[float, fx.G
         "trace.provenance_tracking_level": 0 if one_trace else 1,
     }
     compiled = torch.compile(model, options=dict(options))
+    gc.collect()
     watch, start = Stopwatch(), time.process_time()
     with (
         watch.attached(aot_autograd, "aot_stage1_graph_capture"),

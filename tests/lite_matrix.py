@@ -32,6 +32,7 @@ class Program:
         model: whose parameters' gradients and whose buffers are compared.
         dynamic: compile for any size.
         dynamo: Dynamo's configuration.
+        whole: as one graph, so that nothing which fails falls back to eager unseen; False where Dynamo itself breaks.
     """
 
     run: Callable[..., Any]
@@ -39,6 +40,7 @@ class Program:
     model: nn.Module | None = None
     dynamic: bool | None = None
     dynamo: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = True
 
 
 Make = Callable[[], Program]
@@ -52,7 +54,7 @@ def results(make: Make, *, traced_once: bool = False, **how: Any) -> dict[str, l
     once: AbstractContextManager[Any] = one_trace() if traced_once else nullcontext()
     torch.manual_seed(42)
     with torch._dynamo.config.patch(dict(program.dynamo)), once:
-        compiled = torch.compile(program.run, dynamic=program.dynamic, **how)
+        compiled = torch.compile(program.run, dynamic=program.dynamic, fullgraph=program.whole, **how)
         outputs = [one for one in tree_leaves(compiled(*program.inputs)) if isinstance(one, Tensor)]
         needy = [one for one in outputs if one.requires_grad]
         if needy:

@@ -43,12 +43,14 @@ def program(name: str, run: Callable[..., Any], inputs: Callable[[], tuple[Tenso
     PROGRAMS[name] = lambda: Program(run, inputs(), **more)
 
 
-def modelled(name: str, build: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]]) -> None:
+def modelled(
+    name: str, build: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]], **more: Any
+) -> None:
     """Add a program that is a model."""
 
     def make() -> Program:
         model = build()
-        return Program(model, inputs(), model)
+        return Program(model, inputs(), model, **more)
 
     PROGRAMS[name] = make
 
@@ -102,7 +104,7 @@ class MixedPrecision(nn.Linear):
             return F.gelu(super().forward(x)).float().softmax(-1)
 
 
-modelled("lstm", lambda: Recurrent(4, 8), lambda: (leaf(5, 2, 4),))
+modelled("lstm", lambda: Recurrent(4, 8), lambda: (leaf(5, 2, 4),), dynamo={"allow_rnn": True})
 modelled("autocast", lambda: MixedPrecision(8, 8), lambda: (leaf(4, 8),))
 
 
@@ -117,7 +119,7 @@ def optimizer_step() -> Program:
         optimizer.zero_grad()
         return loss.detach()  # type: ignore[no-any-return]
 
-    return Program(run, (plain(4, 8),), model)
+    return Program(run, (plain(4, 8),), model, whole=False)
 
 
 PROGRAMS["optimizer_step"] = optimizer_step
@@ -158,7 +160,7 @@ program(
 )
 program("foreach", lambda a, b: torch._foreach_add([a, b], [b, a], alpha=2), lambda: (plain(8), plain(8)))
 program("quantized", lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize(), lambda: (plain(8),))
-program("sparse", lambda x: torch.sparse.mm(x.to_sparse(), x), lambda: (plain(4, 4),))
+program("sparse", lambda x: torch.sparse.mm(x.to_sparse(), x), lambda: (plain(4, 4),), whole=False)
 program("device_copies", lambda x: x.half().cpu().to("cpu", copy=True).float() * 2, lambda: (plain(4, 4),))
 program("view_outputs", lambda x: (x.view(-1), x.t(), (x * 2).view(16)), lambda: (leaf(4, 4),))
 

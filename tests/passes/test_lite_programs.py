@@ -12,7 +12,7 @@ from tests import lite_programs
 from tests.lite_programs import STEPS, Program, run, world
 
 LITE = {"backend": "collective_identity", "options": {"strict_lite": True}}
-FEW = 30
+FEW = 25
 
 
 @pytest.fixture(scope="module", autouse=True)
