@@ -16,7 +16,7 @@ from tests.lite_matrix import WAYS, differences, results
 from tests.lite_matrix_operators import PROGRAMS
 
 QUICK = frozenset(
-    "convolution_batch_norm marked_random custom_into_intermediate custom_into_input scan map mutate_input "
+    "convolution_batch_norm marked_random custom_into_intermediate custom_into_input mutate_input "
     "mutate_buffer dynamic_rows checkpoint_dropout cond_gradient view_outputs complex all_gather_reduce_scatter "
     "size_from_data equal_operators nested_region_gradient optimizer_step".split()
 )
