@@ -448,11 +448,31 @@ def rewrite_unlowered(gm: fx.GraphModule) -> bool:
         found = True
         for node in module.graph.nodes:
             _copy_all_mutated(node)
-        post_grad.decompose_auto_functionalized(module.graph)
-        post_grad.decompose_scan_to_while_loop(module)
-        post_grad.decompose_map_to_while_loop(module)
+        with _scalars_allowed(module):
+            post_grad.decompose_auto_functionalized(module.graph)
+            post_grad.decompose_scan_to_while_loop(module)
+            post_grad.decompose_map_to_while_loop(module)
         module.recompile()
     return found
+
+
+@contextmanager
+def _scalars_allowed(gm: fx.GraphModule) -> Iterator[None]:
+    """Let the rewrites of loops read their index, whatever ``capture_scalar_outputs`` says of the user's program.
+
+    torch/_subclasses/fake_tensor.py, ``FakeTensorMode.allow_scalar_outputs`` (read in torch 2.11.0, 2.13.0 and 2.14.1).
+    """
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+    if mode is None:
+        yield
+        return
+    was, mode.allow_scalar_outputs = getattr(mode, "allow_scalar_outputs", False), True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = was
 
 
 def _higher_order_name(node: fx.Node) -> str:

@@ -129,6 +129,17 @@ def test_every_lite_state_is_guarded(lite: LiteState) -> None:
         Pipeline([Planted(insert)]).run(graph(), dataclasses.replace(CONTEXT, lite=lite))
 
 
+@pytest.mark.parametrize("odd", [object(), torch.ones(2), LiteState.FULL], ids=["object", "tensor", "enum"])
+def test_annotations_that_are_not_plain_are_compared_one_by_one(odd: Any) -> None:
+    gm = graph()
+    find(gm, aten.add.Tensor).meta["custom"] = {"odd": odd, "list": [1]}
+    Pipeline([Planted(lambda gm: None)]).run(gm, CONTEXT)
+    with pytest.raises(PassError, match=r"custom.*of neg_default .*'x': 1.*edited in place"):
+        Pipeline([Planted(CHANGES["custom_edited"])]).run(gm, CONTEXT)
+    with pytest.raises(PassError, match=r"custom.*of add_.*edited in place"):
+        Pipeline([Planted(lambda gm: find(gm, aten.add.Tensor).meta["custom"].update(odd=None))]).run(gm, CONTEXT)
+
+
 def test_what_changes_nothing_passes() -> None:
     def equal_args(gm: fx.GraphModule) -> None:
         for node in gm.graph.nodes:

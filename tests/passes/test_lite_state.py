@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,3 +58,13 @@ def test_a_nested_region() -> None:
     with inductor_config.patch(LITE):
         assert lite_state(graph(nested_region_config=object())) is LiteState.REGION
         assert lite_state(graph(nested_region_config=None)) is LiteState.FULL
+
+
+@pytest.mark.parametrize(
+    ("around", "own", "state"),
+    [(False, True, LiteState.REGION), (True, False, LiteState.OFF), (False, False, LiteState.OFF)],
+)
+def test_a_regions_own_options_count_before_what_is_around_it(around: bool, own: bool, state: LiteState) -> None:
+    config = SimpleNamespace(inductor_config_patches={"fallback_by_default": own})
+    with inductor_config.patch(LITE if around else {}):
+        assert lite_state(graph(nested_region_config=config)) is state
