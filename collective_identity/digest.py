@@ -168,7 +168,9 @@ def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
 
     Covered: each payload and recorded loss of each node with its position, sub-graphs of every kind included, and the
     literal arguments of every ``torch.ops.fsdp_hooks.*`` call with their positions. Valid or not makes no difference:
-    two graphs that differ in any payload differ here.
+    two graphs differ here if any field that the contract reads differs in value or type, or any other field in what
+    `canonical.plain` tells apart (of an object that is no primitive and no container only the type; containers to 32
+    deep; a list is a tuple). A payload that cannot be looked up at all, which counts as absent, is only that.
 
     Args:
         gm: the graph, as captured.

@@ -7,6 +7,7 @@ tests/distributed/test_cache.py shows the hits and misses that follow.
 
 from __future__ import annotations
 
+import enum
 import json
 import shutil
 import subprocess
@@ -46,7 +47,19 @@ def test_the_same_program_has_the_same_keys(base: Keys, folder: Path) -> None:
     assert set(base) == {"aot", "forward", "backward"}
 
 
+class Role(str, enum.Enum):
+    """Absent to the contract, which takes types exactly; the plain text is valid."""
+
+    UNSHARD = PARAM_UNSHARD
+
+
+class Version(enum.IntEnum):
+    ONE = 1
+
+
 CHANGES: dict[str, dict[str, Any]] = {
+    "role, an enum's member": payload(Role.UNSHARD, params=["w"]),
+    "version, an enum's member": payload(PARAM_UNSHARD, params=["w"], version=Version.ONE),
     "role": payload("user.weights", params=["w"]),
     "role, malformed here": payload(GRAD_REDUCE_SHARD, params=["w"]),
     "producer": payload(PARAM_UNSHARD, params=["w"], producer="simple_fsdp"),
