@@ -93,6 +93,61 @@ for rank in range(4):
     assert len({found for found, _ in lines}) == 1
 
 
+INTERLEAVED = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.graphs import Builder
+from collective_identity import digest, PARAM_UNSHARD
+
+def program(dp, tp, swapped=False):
+    b = Builder()
+    first, second = (tp, dp) if swapped else (dp, tp)
+    act = b.all_gather(b.placeholder("x"), group=first, role="tp.activation_gather")
+    full = b.all_gather(b.placeholder("w"), group=second, role=PARAM_UNSHARD)
+    b.output(act.wait, full.wait)
+    return digest(b.module())
+
+orders = {
+    "apart": [[0, 2], [1, 3], [0, 1], [2, 3]],
+    "interleaved": [[0, 2], [0, 1], [1, 3], [2, 3]],
+    "turned": [[0, 2], [2, 3], [0, 1], [1, 3]],
+}
+for rank in range(4):
+    for name, order in orders.items():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        made = [(ranks, dist.new_group(ranks)) for ranks in order]
+        mine = {ranks[1] - ranks[0]: group.group_name for ranks, group in made if rank in ranks}
+        print(name, program(mine[2], mine[1]), program(mine[2], mine[1], True))
+        dist.destroy_process_group()
+    # A folded ring has no distance in common; the mesh's own names say which group is which.
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp").group_name, mesh.get_group("tp").group_name
+    print("mesh", program(dp, tp), program(dp, tp, True))
+    dist.destroy_process_group()
+"""
+
+
+def test_the_order_in_which_groups_are_created_does_not_count() -> None:
+    """``new_group`` is called in the same order by every rank; which of a rank's two groups comes first varies."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for line in _run(INTERLEAVED).splitlines():
+        name, *answers = line.split()
+        found.setdefault(name, set()).add(tuple(answers))
+    assert {name: len(answers) for name, answers in found.items()} == {
+        "apart": 1, "interleaved": 1, "turned": 1, "mesh": 1
+    }  # fmt: skip
+    assert found["apart"] == found["interleaved"] == found["turned"]
+    assert all(straight != swapped for answers in found.values() for straight, swapped in answers)
+
+
+def test_groups_of_one_place_are_told_apart_by_their_creation(new_group: Group) -> None:
+    """Two communicators of the same ranks, and a group alone that another rank does not run on."""
+    one, two, far = new_group([0, 1]), new_group([0, 1]), new_group([0, 2])
+    assert digest(_step(one, two)) != digest(_step(two, one))
+    assert digest(_step(one, one)) != digest(_step(far, far))
+
+
 def _run(code: str) -> str:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
