@@ -164,7 +164,7 @@ def composite_step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (x @ full.T).sin().sum()
 
 
-def test_a_role_inside_a_composite_operator_changes_every_key(
+def test_a_role_inside_a_composite_operator_changes_the_key_of_its_graph(
     fake_world: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FxGraphCache keys the traced graph's payloads; AOTAutogradCache, which cannot, is not asked."""
