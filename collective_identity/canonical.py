@@ -9,19 +9,23 @@ from typing import Any, Final, TypeGuard
 import torch
 from torch import fx
 
-_CONTAINERS: Final = 10_000
-"""Containers of one value that are looked into: nested or aliased without end, a payload still has a text."""
-_DEPTH: Final = 100
+_DEPTH: Final = 32
+"""Containers inside containers that are looked into: a payload that holds itself still has a text."""
 _LONG: Final = 4096  # bits; Python refuses to write longer integers in decimal
-_AS_WRITTEN: Final = (float, complex, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+_PRIMITIVES: Final = (str, int, float, complex, bytes)
+_AS_WRITTEN: Final = (torch.dtype, torch.device, torch.layout, torch.Size)
 
 
 def plain(value: object) -> object:
-    """A JSON form that tells different values apart and is equal in every process. Never raises."""
-    try:
-        return _plain(value, _DEPTH, [_CONTAINERS])
-    except Exception:  # a payload may be any object, with any behaviour
-        return {"unreadable": type_name(value)}
+    """A JSON form that is equal in every process, and different for different values. Never raises.
+
+    Not told apart: a list, a tuple and subclasses of the two with equal items; a dict and a subclass of it with
+    equal items, in any order; objects of one type that are no primitive (their type alone counts), an object being
+    whatever is no None, bool, str, int, float, complex, bytes, dtype, device, layout, container or a subclass of
+    one; what lies more than 32 containers deep. A primitive of a subclass differs from the plain value and names its
+    type: the contract takes the one and not the other. What one value does when it is read hides no other value.
+    """
+    return _Reader().form(value, _DEPTH)
 
 
 def fields(value: object) -> dict[Any, Any] | None:
@@ -47,51 +51,87 @@ def type_name(value: object) -> str:
     return str(type.__dict__["__name__"].__get__(type(value)))
 
 
+def _full_name(kind: type) -> str:
+    """Module and name of a type, past whatever the type's own type does."""
+    module = type.__dict__["__module__"].__get__(kind)
+    name = type.__dict__["__qualname__"].__get__(kind)
+    return f"{str.__str__(module)}.{name}" if issubclass(type(module), str) else str(name)
+
+
 def canonical(value: object) -> str:
-    """The JSON text of a plain form."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    """The JSON text of a plain form, different for different forms: a pair of surrogates is no other character."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def sha256(value: object) -> str:
     """64 hexadecimal digits over a plain form."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
+    return hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _plain(value: Any, depth: int, left: list[int]) -> object:
-    if value is None or type(value) in (bool, str):
-        return value
-    if isinstance(value, str):
+class _Reader:
+    """The forms of one value and of what it holds.
+
+    A container inside the value's own containers counts by its digest, which is taken once however often it is
+    reached: a payload whose containers alias one another costs no more than they hold.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[tuple[int, int], dict[str, str]] = {}  # by the container, alive meanwhile, and its depth
+
+    def form(self, value: Any, depth: int) -> object:
+        # Types are compared by identity and isinstance is not asked: a value, or its type, may answer anything.
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        try:
+            return self._form(value, kind, depth)
+        except Exception:  # a payload may be any object, with any behaviour
+            return {"unreadable": _full_name(kind)}
+
+    def _form(self, value: Any, kind: type, depth: int) -> object:
+        for base in _PRIMITIVES:
+            if issubclass(kind, base):
+                written = _written(value, base)
+                return written if kind is base else {"subclass": _full_name(kind), "value": written}
+        if any(kind is one for one in _AS_WRITTEN):
+            return {kind.__name__: repr(value)}
+        if issubclass(kind, (dict, list, tuple, set, frozenset)):
+            if depth == 0:
+                return {"cut": None}
+            if depth > _DEPTH - 2:
+                return self._container(value, kind, depth - 1)
+            key = (id(value), depth)
+            if key not in self._digests:
+                self._digests[key] = {"sha256": sha256(self._container(value, kind, depth - 1))}
+            return self._digests[key]
+        return {"node": None} if issubclass(kind, fx.Node) else {"object": _full_name(kind)}
+
+    def _container(self, value: Any, kind: type, depth: int) -> object:
+        if issubclass(kind, dict):
+            items = list(dict.items(value))
+            if all(type(k) is str for k, _ in items):
+                return {"fields": {k: self.form(v, depth) for k, v in items}}
+            return {"dict": sorted(([self.form(k, depth), self.form(v, depth)] for k, v in items), key=canonical)}
+        if issubclass(kind, (set, frozenset)):
+            return {"set": sorted((self.form(v, depth) for v in items_of(value)), key=canonical)}
+        return [self.form(v, depth) for v in items_of(value)]
+
+
+def _written(value: Any, base: Any) -> object:
+    """A primitive as ``base`` itself writes it."""
+    if base is str:
         return str.__str__(value)
-    if isinstance(value, int):
-        bits = int.bit_length(value)
-        return (
-            int.__int__(value)
-            if bits <= _LONG
-            else {"int": int.to_bytes(value, bits // 8 + 1, "big", signed=True).hex()}
-        )
-    if isinstance(value, (dict, list, tuple, set, frozenset)) and type(value) is not torch.Size:
-        left[0] -= 1
-        if depth == 0 or left[0] < 0:
-            return {"cut": type(value).__name__}
-        if isinstance(value, dict):
-            if {type(k) for k in dict.keys(value)} <= {str}:
-                return {"fields": {k: _plain(v, depth - 1, left) for k, v in dict.items(value)}}
-            items = [[_plain(k, depth - 1, left), _plain(v, depth - 1, left)] for k, v in dict.items(value)]
-            return {"dict": sorted(items, key=canonical)}
-        if isinstance(value, (set, frozenset)):
-            return {"set": sorted((_plain(v, depth - 1, left) for v in items_of(value)), key=canonical)}
-        return [_plain(v, depth - 1, left) for v in items_of(value)]
-    if isinstance(value, fx.Node):
-        return {"node": None}
-    if type(value) in _AS_WRITTEN:
-        return {type(value).__name__: repr(value)}
-    return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
+    if base is not int:
+        return {base.__name__: base.__repr__(value)}
+    if (bits := int.bit_length(value)) <= _LONG:
+        return int.__int__(value)
+    return {"int": int.to_bytes(value, bits // 8 + 1, "big", signed=True).hex()}
 
 
 def items_of(value: Any) -> Any:
     """The items of a builtin container, past whatever a subclass does when it is iterated."""
     base: Any
     for base in (list, tuple, set, frozenset):
-        if isinstance(value, base):
+        if issubclass(type(value), base):
             return base.__iter__(value)
     return iter(value)

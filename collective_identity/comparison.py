@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from .canonical import sha256
 from .codes import RANKS_DISAGREE
 from .digest import CollectiveRow
 
@@ -135,7 +135,7 @@ def digests(rows: Sequence[CollectiveRow]) -> dict[str, str]:
     for row in by_group[WHOLE]:
         if row["group"] is not None:
             by_group.setdefault(row["group"], []).append(row)
-    return {k: hashlib.sha256(json.dumps(v).encode()).hexdigest() for k, v in by_group.items()}
+    return {k: sha256(v) for k, v in by_group.items()}
 
 
 def comparable(row: CollectiveRow) -> dict[str, Any]:

@@ -143,8 +143,8 @@ def group_size_of(name: str) -> int | None:
 def group_order(name: str) -> int | None:
     """Position of the named group among those this process created, or None when it is not registered.
 
-    ``new_group`` must be called in the same order on every rank, so the position among the groups of one
-    graph means the same on every rank, although names and members differ.
+    ``new_group`` must be called in the same order on every rank, so the position among the groups of one kind
+    (`group_place`) in one graph means the same on every rank, although names and members differ.
     """
     try:
         from torch.distributed import distributed_c10d
@@ -153,6 +153,25 @@ def group_order(name: str) -> int | None:
     except Exception:
         return None
     return names.index(name) if name in names else None
+
+
+def group_place(name: str) -> tuple[str, ...] | None:
+    """What says the same on every rank of a mesh about its groups along one dimension; None when not registered.
+
+    The dimension, for a group that `DeviceMesh` made: it describes them as ``"mesh_<dimension>"`` (PyTorch 2.11-2.15
+    ``distributed/device_mesh.py``, ``_init_one_process_group``). Else how far each member's global rank lies from the
+    first one's, ``("0", "2")`` for ranks 1 and 3.
+    """
+    try:
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        description = str(_resolve_process_group(name).group_desc)  # type: ignore[arg-type]
+    except Exception:  # not registered, or a torch built without distributed
+        return None
+    if description.startswith("mesh_"):
+        return (description,)
+    ranks = group_ranks(name)
+    return None if ranks is None else tuple(str(rank - ranks[0]) for rank in ranks)
 
 
 def default_store() -> Any | None:

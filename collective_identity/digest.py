@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -107,18 +109,33 @@ def collective_table(gm: fx.GraphModule, classification: Classification | None =
     return tuple(rows)
 
 
-def logical_groups(names: Iterable[str | None]) -> dict[str | None, int]:
-    """Number the process groups of one graph so that the numbers mean the same on every rank.
+def logical_groups(names: Iterable[str | None]) -> dict[str | None, str]:
+    """Name the process groups of one graph so that the names mean the same on every rank.
 
-    A group's name, and its members, differ from rank to rank. ``new_group`` must be called in the same order
-    everywhere, so groups are numbered in the order this process created them; those it does not know follow
-    in order of first appearance.
+    A group's own name, and its members, differ from rank to rank. Here it is called by its place in its mesh (the
+    dimension that `DeviceMesh` gave it, else the distances between its members' ranks) and by its number among the
+    graph's groups of that place, in the order this process created them, as ``new_group`` must be called in the same
+    order everywhere. Groups that are not registered are numbered in order of first appearance.
+
+    Two groups never share a name. One group's name may differ by rank, which makes equal graphs look different, where
+    `DeviceMesh` made none and groups that belong together are spaced differently (ranks 0, 3 and 1, 2), or where
+    several communicators of one place were created interleaved with those of other ranks.
     """
     seen = dict.fromkeys(names)
+    places = {name: compat.group_place(name) if name is not None else None for name in seen}
     orders = {name: compat.group_order(name) if name is not None else None for name in seen}
-    known = sorted((n for n, o in orders.items() if o is not None), key=lambda n: orders[n] or 0)
-    unknown = [n for n, o in orders.items() if o is None]
-    return {name: number for number, name in enumerate([*known, *unknown])}
+    ordered = sorted(seen, key=lambda name: _last_if_unknown(orders[name]))
+    numbers: Counter[tuple[str, ...] | None] = Counter()
+    found: dict[str | None, str] = {}
+    for name in ordered:
+        place = places[name]
+        found[name] = f"{'/'.join(place) if place is not None else 'unknown'} {numbers[place]}"
+        numbers[place] += 1
+    return found
+
+
+def _last_if_unknown(order: int | None) -> int:
+    return sys.maxsize if order is None else order
 
 
 def digest(gm: fx.GraphModule) -> str:
@@ -126,9 +143,10 @@ def digest(gm: fx.GraphModule) -> str:
 
     Covered in graph order: transport, form, logical group and size, reduce op, dtype, number of elements sent
     (not of all-to-all, whose sizes may differ by rank; none for symbolic sizes), and the raw payload with the
-    logical group in place of its group name. Payloads found beside a collective count as its own where
-    `normalize` would move them; any other payload counts once, wherever it lies. Node names, helper nodes
-    (a rank with an uneven shard pads where others do not) and provenance are left out.
+    logical group in place of its group name (`logical_groups` says where two ranks may still differ). Payloads
+    found beside a collective count as its own where `normalize` would move them; any other payload counts once,
+    wherever it lies. Node names, helper nodes (a rank with an uneven shard pads where others do not) and
+    provenance are left out.
 
     Returns:
         64 hexadecimal digits.
@@ -172,12 +190,15 @@ def payload_digest(gm: fx.GraphModule, *, logical_groups: bool = False) -> str:
 
     Covered: each payload and recorded loss of each node with its position, sub-graphs of every kind included, and the
     literal arguments of every ``torch.ops.fsdp_hooks.*`` call with their positions. Valid or not makes no difference:
-    two graphs that differ in any payload differ here.
+    two graphs differ here if any field that the contract reads differs in value or type, or any other field in what
+    `canonical.plain` tells apart (of an object that is no primitive and no container only the type; containers to 32
+    deep; a list is a tuple). A payload that cannot be looked up at all, which counts as absent, is only that.
 
     Args:
         gm: the graph, as captured.
         logical_groups: replace process-group names by their order of first appearance. Names are kept for a
             cache, which is per process; ranks on other sub-groups of one mesh use other names for the same thing.
+            Two groups swapped throughout are equal then; `digest` tells those apart.
             Positions then count payloads, not nodes.
 
     Returns:
@@ -252,7 +273,7 @@ def _nbytes(launch: Launch) -> int | None:
     return total if launch.inputs else None
 
 
-def _portable(value: object, groups: Mapping[str | None, int]) -> object:
+def _portable(value: object, groups: Mapping[str | None, str]) -> object:
     """A payload with its group name replaced by the logical group."""
     return plain(_regrouped(value, lambda name: groups.get(name, "other")))
 

@@ -44,6 +44,7 @@ from .profiler_marks import mark_kernel
 from .random_in_checkpoints import RandomInCheckpoints
 from .reconcile import reconciled
 from .reshard import Reshard
+from .unseen import unseen
 from .upstream_passes import REGIONS, hooks_survive, rewrites_collectives
 
 logger = logging.getLogger("collective_identity.inductor_passes")
@@ -107,6 +108,7 @@ class _Compile:
             raise OptionError("option 'dump' expects a run folder, found none: open one with enable(run_dir=...)")
         self._name = str(CompileContext.current_compile_id() or "graph")
         self._tag = self._digest(ci.payload_digest(gm), marks_digest(gm), *map(coverage.describe, inputs))
+        self._unseen = unseen(gm, inputs) if options.inner == "inductor" else ()
         self._agreed = (
             f"sources={upstream.source_hash(*_PACKAGES)[:12]} mode={self._session.mode} "
             f"options={hashlib.sha256(self._options.fingerprint().encode()).hexdigest()[:12]} "
@@ -131,12 +133,20 @@ class _Compile:
         parts = (upstream.source_hash(*_PACKAGES), self._session.mode, self._options.fingerprint(), *captured)
         return "collective_identity:" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def _traced_tag(self, gm: fx.GraphModule) -> str:
+        """The tag of one traced graph: the trace may have added to it what the captured graph does not hold."""
+        return self._digest(self._tag, ci.payload_digest(gm), marks_digest(gm))
+
     def run(self) -> Callable[..., Any]:
         """Compile, and return what Dynamo calls."""
         start = time.perf_counter()
+        if self._unseen and self._cacheable and upstream.autograd_cache_is_on():
+            upstream.autograd_cache_bypassed(self._unseen)
+            logger.info("%s: not in AOTAutogradCache, whose key does not see %s", self._name, ", ".join(self._unseen))
         with (
             upstream.cache_key(self._tag, self._callers.cache_key_tag),
             upstream.caches_disabled(not self._cacheable),
+            upstream.autograd_cache_disabled(bool(self._unseen)),
             upstream.joint_pass(self._joint),
         ):
             if self._options.inner == "inductor":
@@ -167,7 +177,7 @@ class _Compile:
             with (
                 self._lite.as_asked(),
                 self._graph(upstream.kind_of_inner(kwargs), gm) as graph,
-                upstream.cache_key(self._tag, self._callers.cache_key_tag),
+                upstream.cache_key(self._traced_tag(gm), self._callers.cache_key_tag),
                 upstream.caches_disabled(not self._cacheable),
                 graph.upstreams(),
                 upstream.called_kernels(mark_kernel, self._tag),
@@ -304,8 +314,10 @@ class _Graph:
         for node, absence in seen.absences.items():
             if absence.code is not None:
                 self._log.event(absence.code, node=node, pass_name=absence.pass_name, detail=absence.detail)
-        for removal in ci.plan_normalization(gm).removals:
-            if removal.code.severity != "info":
+        plan = ci.plan_normalization(gm)
+        said = set(plan.refused.values())
+        for removal in plan.removals:
+            if removal.code.severity != "info" and removal not in said:
                 self._log.event(removal.code, node=removal.node, detail=removal.detail)
         for mismatch in seen.mismatches:
             self._log.event(STRUCTURE_MISMATCH, node=mismatch.node, role=mismatch.identity.role, detail=mismatch.detail)
@@ -344,7 +356,7 @@ class _Graph:
         """Close the log. Passes that did not run mean lite mode, or a graph taken from FxGraphCache."""
         lite = self._context.lite
         cached = not self.transformed and lite is LiteState.OFF
-        if cached and recorded is not None:
+        if cached and recorded is not None and recorded[0] == self.before:
             self.after = recorded[1]
         elif cached:
             self.rows_known = False

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from collective_identity import Identity, Source, apply_normalization, classify, codes, plan_normalization
+from collective_identity import Identity, Source, apply_normalization, classify, plan_normalization
 from collective_identity.compat import collector_paused
 
 from . import symmetric
@@ -45,16 +45,9 @@ class Normalize:
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Write only where writing is allowed; classification reads a graph that is not normalised as well.
 
-        Every payload that is lost on the way is an event: by start node, or where it lay if it fits several.
+        The summary counts payloads moved, removed and refused; the refused are events of the graph already.
         """
         plan = plan_normalization(gm)
-        if context.log is not None:
-            for start, removal in plan.refused.items():
-                context.log.event(removal.lost_as, node=start, pass_name="normalize", detail=removal.detail)
-            beside = {removal.node for removal in plan.refused.values()}
-            for removal in plan.removals:
-                if removal.code is codes.AMBIGUOUS_PAYLOAD and removal.node not in beside:
-                    context.log.event(removal.code, node=removal.node, pass_name="normalize", detail=removal.detail)
         changed = False if context.read_only else apply_normalization(gm, plan)
         return PassOutcome(changed=changed, summary=plan.summary())
 

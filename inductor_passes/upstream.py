@@ -124,6 +124,92 @@ def caches_disabled(yes: bool) -> Iterator[None]:
 
 
 @contextmanager
+def autograd_cache_disabled(yes: bool) -> Iterator[None]:
+    """Compile without reading or writing AOTAutogradCache, local or remote; FxGraphCache stays as it is."""
+    if not yes:
+        yield
+        return
+    with functorch_config.patch(  # type: ignore[attr-defined]
+        enable_autograd_cache=False, enable_remote_autograd_cache=False
+    ):
+        yield
+
+
+def autograd_cache_bypassed(reasons: Sequence[str]) -> None:
+    """Count it under ``torch._dynamo.utils.counters["collective_identity"]``, by reason and in all."""
+    from torch._dynamo.utils import counters
+
+    counters["collective_identity"]["autograd_cache_bypass"] += 1
+    for reason in reasons:
+        counters["collective_identity"][f"autograd_cache_bypass: {reason}"] += 1
+
+
+def autograd_cache_is_on() -> bool:
+    """Whether this thread's configuration would use AOTAutogradCache."""
+    on = functorch_config.enable_autograd_cache or functorch_config.enable_remote_autograd_cache
+    return bool(on) and not compiler_config.force_disable_caches
+
+
+def has_joint_pass() -> bool:
+    """Whether the user set a joint pass. It is in no key of torch's (``_save_config_ignore`` in its config)."""
+    return callable(functorch_config.joint_custom_pass)
+
+
+TORCHS_NAMESPACES = frozenset(
+    "_c10d_functional _c10d_functional_autograd _dtensor aten c10d c10d_functional debug_mode_ops debugprims export "
+    "flex_lib fsdp inductor mkl mkldnn onednn onnx onnx_symbolic prim prims quantized quantized_decomposed rngprims "
+    "streams symm_mem".split()
+)
+"""Namespaces of torch's own operators that have Python kernels; one that is missing costs a cache hit."""
+
+_KERNELS = frozenset(
+    "CPU CUDA XPU MPS HPU MTIA PrivateUse1 Meta BackendSelect CompositeExplicitAutograd "
+    "CompositeExplicitAutogradNonFunctional".split()
+)
+"""Dispatch keys below the tracer: it has recorded the operator before their code runs."""
+
+
+def operators(target: Any) -> list[torch._ops.OpOverload]:
+    """The overloads that an FX target may call; none for what is no operator."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]
+    return []
+
+
+def python_above_kernels(op: torch._ops.OpOverload) -> bool:
+    """Whether tracing ``op`` runs Python code of its owner's instead of recording the operator alone.
+
+    Registered through ``torch.library`` (``_impls`` there holds ``"namespace/name.overload/key"``), by
+    ``custom_op`` (which always registers an autograd kernel of torch's; the owner's part is its backward), by
+    ``register_torch_dispatch``, or on the overload itself (``py_impl``).
+    """
+    from torch._library import simple_registry
+    from torch._library.custom_ops import _maybe_get_opdef
+
+    schema = op._schema
+    name = f"{schema.name.split('::')[-1]}{'.' if schema.overload_name else ''}{schema.overload_name}"
+    prefix = f"{schema.name.split('::')[0]}/{name}/"
+    keys = {key.removeprefix(prefix) for key in torch.library._impls if key.startswith(prefix)} - _KERNELS
+    definition = _maybe_get_opdef(op)
+    if definition is not None:
+        keys -= {"Autograd", "ADInplaceOrView"}
+        if definition._backward_fn is not None:
+            return True
+    rules = simple_registry.singleton.find(schema.name).torch_dispatch_rules._data
+    above = [key for key in op.py_kernels if getattr(key, "name", "") not in _KERNELS]
+    return bool(keys or rules or above or op.python_key_table)
+
+
+def module_of(function: Any) -> str:
+    """The module that a decomposition was written in."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+@contextmanager
 def joint_pass(run: Callable[[fx.GraphModule], None]) -> Iterator[None]:
     """Run ``run`` on every joint graph before it is partitioned, after a pass that the user set there."""
     user = functorch_config.joint_custom_pass

@@ -7,15 +7,19 @@ tests/distributed/test_cache.py shows the hits and misses that follow.
 
 from __future__ import annotations
 
+import enum
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.compiler.config as compiler_config
+from torch._dynamo.utils import counters
 
 import collective_identity as ci
 import inductor_passes
@@ -23,7 +27,8 @@ from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD
 from inductor_passes import upstream
 from inductor_passes.backend import collective_identity
 from tests.graphs import payload
-from tests.passes.keys_of import SAID, Keys, keys, stock
+from tests.passes import keys_of
+from tests.passes.keys_of import SAID, C, Keys, keys, stock
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +51,19 @@ def test_the_same_program_has_the_same_keys(base: Keys, folder: Path) -> None:
     assert set(base) == {"aot", "forward", "backward"}
 
 
+class Role(str, enum.Enum):
+    """Absent to the contract, which takes types exactly; the plain text is valid."""
+
+    UNSHARD = PARAM_UNSHARD
+
+
+class Version(enum.IntEnum):
+    ONE = 1
+
+
 CHANGES: dict[str, dict[str, Any]] = {
+    "role, an enum's member": payload(Role.UNSHARD, params=["w"]),
+    "version, an enum's member": payload(PARAM_UNSHARD, params=["w"], version=Version.ONE),
     "role": payload("user.weights", params=["w"]),
     "role, malformed here": payload(GRAD_REDUCE_SHARD, params=["w"]),
     "producer": payload(PARAM_UNSHARD, params=["w"], producer="simple_fsdp"),
@@ -127,6 +144,45 @@ def test_the_users_own_tag_stays_in_the_keys(base: Keys, folder: Path) -> None:
     with compiler_config.patch(cache_key_tag="mine"), ci.enable(agreement_timeout=0):  # type: ignore[attr-defined]
         assert_all_differ(keys(collective_identity, folder, SAID), base)
         assert compiler_config.cache_key_tag == "mine"
+
+
+# --- what only the trace shows ---------------------------------------------------------------------------------
+
+
+def gathers(role: str) -> Callable[..., torch.Tensor]:
+    """A composite operator's Python code, whose role Dynamo does not see."""
+
+    def gather(w: torch.Tensor, group: str) -> torch.Tensor:
+        with ci.role_scope(role, producer="test"):
+            return C.wait_tensor(C.all_gather_into_tensor(w, 4, group))
+
+    return gather
+
+
+def composite_step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    full = torch.ops.keys_test.gather(w, torch.distributed.group.WORLD.group_name)  # type: ignore[union-attr]
+    return (x @ full.T).sin().sum()
+
+
+def test_a_role_inside_a_composite_operator_changes_the_key_of_its_graph(
+    fake_world: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FxGraphCache keys the traced graph's payloads; AOTAutogradCache, which cannot, is not asked."""
+    monkeypatch.setattr(keys_of, "step", lambda said: composite_step)
+    found = []
+    for role in (PARAM_UNSHARD, "user.weights", PARAM_UNSHARD):
+        with torch.library._scoped_library("keys_test", "FRAGMENT") as lib, ci.enable(agreement_timeout=0):
+            lib.define("gather(Tensor w, str group) -> Tensor")
+            lib.impl("gather", gathers(role), "CompositeImplicitAutograd")
+            counters.clear()
+            found.append(keys(collective_identity, folder, None))
+            assert dict(counters["collective_identity"]) == {
+                "autograd_cache_bypass": 1,
+                "autograd_cache_bypass: operator keys_test::gather": 1,
+            }
+    first, other, again = found
+    assert first == again and set(first) == {"forward", "backward"}
+    assert first["forward"] != other["forward"]
 
 
 # --- off -------------------------------------------------------------------------------------------------

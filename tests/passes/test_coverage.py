@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import fx
 
+import collective_identity as ci
+from collective_identity import PARAM_UNSHARD, session
 from inductor_passes import coverage
 from tests.graphs import Builder
 from tests.unit.rows import gathers, reduces, row
@@ -34,6 +36,29 @@ def test_round_trip(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["k.json"], "no temporary file is left"
     coverage.save("k", {"inference": ((), ())})
     assert coverage.load("k") == {"inference": ((), ())}, "replaced as a whole"
+
+
+@pytest.mark.parametrize("role, used", [(PARAM_UNSHARD, True), ("user.weights", False)])
+def test_a_record_counts_only_for_the_graph_it_was_made_of(role: str, used: bool) -> None:
+    """A role that only AOTAutograd's trace brings in is in FxGraphCache's key and not in the record's."""
+    from inductor_passes.backend import _Graph
+    from inductor_passes.contract import PassContext
+    from inductor_passes.lite_mode import LiteState
+    from inductor_passes.options import BackendOptions
+
+    def gather(role: str) -> fx.GraphModule:
+        b = Builder()
+        b.output(b.all_gather(b.placeholder("w"), role=role).wait)
+        return b.module()
+
+    after = gathers(1)
+    with ci.enable(agreement_timeout=0) as handle:
+        log = session.ensure().begin_graph("forward", "0/0", "test")
+        context = PassContext("forward", LiteState.OFF, observe=False, options=BackendOptions(), log=log)
+        graph = _Graph(gather(role), context, log)
+        graph.finish(0.0, (ci.collective_table(gather(PARAM_UNSHARD)), after))
+        (found,) = handle.report().to_dict()["graphs"]
+    assert (found["cached"], graph.rows_known, graph.after == after) == (True, used, used)
 
 
 def test_no_record() -> None:

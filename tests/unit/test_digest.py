@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from collective_identity import (
     start_nodes,
     store,
 )
+from collective_identity.comparison import digests
 from tests.graphs import Builder, annotate, aten, identity, payload
 
 C = torch.ops._c10d_functional
@@ -91,6 +93,61 @@ for rank in range(4):
     assert len({found for found, _ in lines}) == 1
 
 
+INTERLEAVED = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.graphs import Builder
+from collective_identity import digest, PARAM_UNSHARD
+
+def program(dp, tp, swapped=False):
+    b = Builder()
+    first, second = (tp, dp) if swapped else (dp, tp)
+    act = b.all_gather(b.placeholder("x"), group=first, role="tp.activation_gather")
+    full = b.all_gather(b.placeholder("w"), group=second, role=PARAM_UNSHARD)
+    b.output(act.wait, full.wait)
+    return digest(b.module())
+
+orders = {
+    "apart": [[0, 2], [1, 3], [0, 1], [2, 3]],
+    "interleaved": [[0, 2], [0, 1], [1, 3], [2, 3]],
+    "turned": [[0, 2], [2, 3], [0, 1], [1, 3]],
+}
+for rank in range(4):
+    for name, order in orders.items():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        made = [(ranks, dist.new_group(ranks)) for ranks in order]
+        mine = {ranks[1] - ranks[0]: group.group_name for ranks, group in made if rank in ranks}
+        print(name, program(mine[2], mine[1]), program(mine[2], mine[1], True))
+        dist.destroy_process_group()
+    # A folded ring has no distance in common; the mesh's own names say which group is which.
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_group("dp").group_name, mesh.get_group("tp").group_name
+    print("mesh", program(dp, tp), program(dp, tp, True))
+    dist.destroy_process_group()
+"""
+
+
+def test_the_order_in_which_groups_are_created_does_not_count() -> None:
+    """``new_group`` is called in the same order by every rank; which of a rank's two groups comes first varies."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for line in _run(INTERLEAVED).splitlines():
+        name, *answers = line.split()
+        found.setdefault(name, set()).add(tuple(answers))
+    assert {name: len(answers) for name, answers in found.items()} == {
+        "apart": 1, "interleaved": 1, "turned": 1, "mesh": 1
+    }  # fmt: skip
+    assert found["apart"] == found["interleaved"] == found["turned"]
+    assert all(straight != swapped for answers in found.values() for straight, swapped in answers)
+
+
+def test_groups_of_one_place_are_told_apart_by_their_creation(new_group: Group) -> None:
+    """Two communicators of the same ranks, and a group alone that another rank does not run on."""
+    one, two, far = new_group([0, 1]), new_group([0, 1]), new_group([0, 2])
+    assert digest(_step(one, two)) != digest(_step(two, one))
+    assert digest(_step(one, one)) != digest(_step(far, far))
+
+
 def _run(code: str) -> str:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
@@ -100,7 +157,26 @@ def _run(code: str) -> str:
     return done.stdout.strip()
 
 
+class Role(str, enum.Enum):
+    """A member is a str to Python and no str to the contract."""
+
+    UNSHARD = PARAM_UNSHARD
+
+
+class Version(enum.IntEnum):
+    ONE = 1
+
+
+class Text(str):
+    """Likewise, without an enum."""
+
+
 CHANGES: dict[str, Any] = {
+    "a str of an enum in role": {"role": Role.UNSHARD},
+    "an int of an enum in version": {"version": Version.ONE},
+    "a str of a subclass in source": {"source": Text("explicit")},
+    "a str of a subclass in producer": {"producer": Text("test")},
+    "a str of a subclass among params": {"params": [Text("w")]},
     "role": {"role": "tp.weight_gather"},
     "source": {"source": "inferred"},
     "producer": {"producer": "other"},
@@ -111,14 +187,132 @@ CHANGES: dict[str, Any] = {
 }
 
 
+def _differ(one: Any, two: Any) -> bool:
+    """Whether both digests tell two payloads apart."""
+    first, second = _step(), _step()
+    annotate(start_nodes(first)[0], one)
+    annotate(start_nodes(second)[0], two)
+    answers = {digest(first) != digest(second), payload_digest(first) != payload_digest(second)}
+    assert len(answers) == 1, "the two digests disagree"
+    return answers.pop()
+
+
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_every_field_of_a_payload_counts(change: str) -> None:
     """Graphs that differ only in a payload share no digest."""
-    one, two = _step(), _step()
-    annotate(start_nodes(one)[0], payload(F))
-    annotate(start_nodes(two)[0], payload(F) | CHANGES[change])
-    assert digest(one) != digest(two)
-    assert payload_digest(one) != payload_digest(two)
+    held = payload(F, params=["w"]) if "params" in change and change != "params" else payload(F)
+    assert _differ(held, held | CHANGES[change])
+    assert not _differ(held | CHANGES[change], held | CHANGES[change])
+
+
+class Classless:
+    """Raises when it is asked for its class, which isinstance does."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError
+
+
+class ClassOfAnything(type):
+    """The type of types that equal every other, and that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(cls, other: object) -> bool:
+        return True
+
+
+class Anything(metaclass=ClassOfAnything):
+    """Of a type that says it is any other."""
+
+
+class Set(set):  # type: ignore[type-arg]
+    """Says that it is a list."""
+
+    @property
+    def __class__(self) -> Any:
+        return list
+
+
+def _itself() -> list[Any]:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
+def _doubled(times: int) -> list[Any]:
+    held: list[Any] = []
+    for _ in range(times):
+        held = [held, held]
+    return held
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "a value without a class": Classless,
+    "one in a list": lambda: [Classless()],
+    "one in a set": lambda: {Classless()},
+    "one as a key": lambda: {Classless(): 1},
+    "a type equal to every type": Anything,
+    "a set that says it is a list": lambda: Set({"a"}),
+    "ten thousand and one containers": lambda: [[] for _ in range(10_001)],
+    "a container that holds itself": _itself,
+    "2 ** 60 containers that are one another": lambda: _doubled(60),
+    "a surrogate": lambda: chr(0xD800),
+}
+
+
+@pytest.mark.parametrize("place", ["a value", "a key"])
+@pytest.mark.parametrize("odd", list(ODD))
+def test_no_field_hides_another(odd: str, place: str) -> None:
+    """A valid payload shows every field that the contract reads, whatever lies before it in one that it does not."""
+
+    def held(**said: Any) -> dict[Any, Any]:
+        value = ODD[odd]()
+        before = {(value,) if type(value).__hash__ else repr(odd): 1} if place == "a key" else {"extra": value}
+        return {**before, **payload(F, params=["w"]), **said}
+
+    b = Builder()
+    gathered = b.all_gather(b.placeholder("w"))
+    annotate(gathered.start, held())
+    assert store.identity_of(gathered.start) is not None, "it is valid"
+    changes = {"role": "tp.any"}, {"params": ["v"]}, {"producer": "other"}, {"source": "inferred"}, {"group": "dp"}
+    assert all(_differ(held(), held(**change)) for change in changes)
+    assert not _differ(held(), held())
+
+
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "a pair of surrogates is no character": (chr(0xD83D) + chr(0xDE00), chr(0x1F600)),
+    "surrogates": (chr(0xD800), chr(0xDC00)),
+    "an escape is no character": (r"\ud83d\ude00", chr(0x1F600)),
+    "a bool is no int": (True, 1),
+    "an int is no float": (1, 1.0),
+    "zeros": (0.0, -0.0),
+    "a form is no dict": (2.5, {"float": "2.5"}),
+    "deep inside": ([[[["a"]]]], [[[["b"]]]]),
+    "a list in a list is no list": ([["a"]], [[["a"]]]),
+    "floats of a subclass": (type("F", (float,), {})(1), type("F", (float,), {})(2)),
+    "a set is no list": ({1}, [1]),
+    "long ints": (10**4000, 10**4000 + 1),
+}
+
+
+@pytest.mark.parametrize("pair", list(UNLIKE))
+def test_values_that_are_not_alike(pair: str) -> None:
+    one, two = UNLIKE[pair]
+    assert _differ(payload(F, extra=one), payload(F, extra=two))
+    assert not _differ(payload(F, extra=one), payload(F, extra=copy.deepcopy(one)))
+
+
+def test_what_is_not_told_apart() -> None:
+    """The bounds that `payload_digest` states; the contract reads each of these pairs alike."""
+    held = payload(F, params=["w"])
+    assert not _differ(held, held | {"params": ("w",)})
+    assert not _differ(held, dict(reversed(held.items())))
+    assert not _differ(held | {"extra": object()}, held | {"extra": object()})
+    deep, deeper = ["a"], ["b"]
+    for _ in range(32):
+        deep, deeper = [deep], [deeper]  # type: ignore[list-item]
+    assert not _differ(held | {"extra": deep}, held | {"extra": deeper})
 
 
 def test_roles_are_in_both_digests(new_group: Group) -> None:
@@ -246,6 +440,7 @@ def test_ranks_compare_payloads_by_logical_group() -> None:
 
 def test_the_payload_digest_is_the_same_in_every_process() -> None:
     code = """
+from collective_identity.comparison import digests
 from tests.graphs import Builder, annotate, payload
 from collective_identity import payload_digest
 b = Builder()
@@ -323,3 +518,13 @@ def test_the_wrapped_body_is_not_counted_twice() -> None:
     (row,) = collective_table(gm)
     assert (row.form, row.role, row.numel) == ("control_deps", F, 32)
     assert store.identity_of(start_nodes(gm)[0]) is not None
+
+
+def test_what_ranks_compare_in_a_row_tells_surrogates_apart() -> None:
+    def compared(name: str) -> dict[str, str]:
+        gm = _step()
+        stamp(start_nodes(gm)[0], identity(F, params=(name,)))
+        return digests(collective_table(gm))
+
+    assert compared(chr(0x1F600)) == compared(chr(0x1F600))
+    assert compared(chr(0x1F600)) != compared(chr(0xD83D) + chr(0xDE00))
