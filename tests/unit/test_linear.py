@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collective_identity import PARAM_UNSHARD, classify_report, normalize, stamp, start_nodes
+from collective_identity import PARAM_UNSHARD, classify_report, digest, normalize, stamp, start_nodes
+from collective_identity.digest import collective_table, payload_digest
 from collective_identity.losses import record_losses, snapshot
 from collective_identity.structure import structural_roles
 from collective_identity.transports import launch_of
@@ -47,6 +48,17 @@ class Nodes:
     def call(self, target: Any, *args: Any) -> fx.Node:
         return self.noted(self.graph.call_function(target, args))
 
+    def narrow(self, name: str) -> fx.Node:
+        """A parameter of one byte an element."""
+        return self.noted(self.graph.placeholder(name), fake((4, 8), torch.uint8))
+
+    def scale(self, name: str) -> fx.Node:
+        """A block scale of such a parameter."""
+        return self.noted(self.graph.placeholder(name), fake((4, 1), torch.float32))
+
+    def quantised(self, *given: fx.Node) -> fx.Node:
+        return self.noted(self.graph.call_function(aten.mul.Tensor, given), fake((4, 8), torch.uint8))
+
     def gathered(self, node: fx.Node) -> fx.Node:
         return self.call(C.wait_tensor.default, self.call(C.all_gather_into_tensor.default, node, 2, "dp"))
 
@@ -54,8 +66,8 @@ class Nodes:
         start = self.call(C.reduce_scatter_tensor.default, node, "avg", 2, "dp")
         return self.call(C.wait_tensor.default, start)
 
-    def noted(self, node: fx.Node) -> fx.Node:
-        node.meta["val"] = self.value
+    def noted(self, node: fx.Node, value: torch.Tensor | None = None) -> fx.Node:
+        node.meta["val"] = self.value if value is None else value
         return node
 
     def module(self, *outputs: fx.Node) -> fx.GraphModule:
@@ -110,16 +122,37 @@ def clipped(g: Nodes, size: int) -> list[fx.Node]:
 
 def scaled(g: Nodes, size: int) -> list[fx.Node]:
     """One parameter and one block scale, gathered again and again on the way of both."""
-    wide, narrow = fake((4, 8), torch.uint8), fake((4, 1), torch.float32)
-    param, scale, out = g.placeholder("w"), g.placeholder("s"), []
+    param, scale, out = g.narrow("w"), g.scale("s"), []
     value = param
     for _ in range(size):
-        value = g.call(aten.mul.Tensor, value, g.call(aten.expand.default, scale, [4, 8]))
+        value = g.quantised(value, g.call(aten.expand.default, scale, [4, 8]))
         out.append(g.gathered(value))
-    for node in g.graph.nodes:
-        node.meta["val"] = wide
-    scale.meta["val"] = narrow
     return out
+
+
+def late(g: Nodes, size: int) -> list[fx.Node]:
+    """One block scale that comes to many parameters by a long way."""
+    params = [g.narrow(f"w{i}") for i in range(size)]
+    way = g.scale("s")
+    for _ in range(size):
+        way = g.call(aten.clone.default, way)
+    return [g.gathered(g.quantised(param, way)) for param in params]
+
+
+def mixed(g: Nodes, size: int) -> list[fx.Node]:
+    """A block scale for each parameter, and all parameters into one line."""
+    params, line = [g.narrow(f"w{i}") for i in range(size)], g.narrow("x")
+    out = [g.gathered(g.quantised(param, g.scale(f"s{i}"))) for i, param in enumerate(params)]
+    for param in params:
+        line = g.quantised(line, param)
+    return [*out, line]
+
+
+def pieces(g: Nodes, size: int) -> list[fx.Node]:
+    """A block scale in as many pieces, joined again."""
+    param, scale = g.narrow("w"), g.scale("s")
+    parts = [g.call(aten.slice.Tensor, scale, 0, i, i + 1) for i in range(size)]
+    return [g.gathered(g.quantised(param, g.call(aten.cat.default, parts)))]
 
 
 def alternating(g: Nodes, size: int) -> list[fx.Node]:
@@ -152,6 +185,7 @@ def subgraphs(g: Nodes, size: int) -> list[fx.Node]:
 
 
 SHAPES = (chain, joins, accumulated, clipped, scaled, alternating, coalesced, subgraphs)
+MORE_SHAPES = (late, mixed, pieces)
 
 
 def built(shape: Callable[[Nodes, int], list[fx.Node]], size: int) -> fx.GraphModule:
@@ -223,10 +257,30 @@ def test_explicit() -> None:
     assert len(start_nodes(gm)) == SMALL and not classify_report(gm).structure_built
 
 
+def extended(gm: fx.GraphModule) -> object:
+    return classify_report(gm)
+
+
+def compatible(gm: fx.GraphModule) -> object:
+    return classify_report(gm, rules="compatible")
+
+
+ASKED = (extended, compatible, normalize, digest, payload_digest, collective_table)
+
+
 def work(run: Callable[[], Any]) -> int:
     with counting_work() as done:
         run()
     return done()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=lambda f: f.__name__)
+def test_work(shape: Callable[..., Any]) -> None:
+    """Ten times the nodes take at most twelve times the instructions, whatever is asked."""
+    small, large = built(shape, 40), built(shape, 400)
+    for asked in ASKED:
+        first, second = work(lambda asked=asked: asked(small)), work(lambda asked=asked: asked(large))
+        assert second <= 12 * first, f"{asked.__name__}: {second / first:.1f} times the work for ten times the nodes"
 
 
 @pytest.mark.parametrize("becomes", ["as many", "one", "none"])
