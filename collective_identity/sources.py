@@ -1,8 +1,8 @@
 """Where does an all-gather's data come from? The ``extended`` rule set's additions for parameter gathers.
 
-Torch counts placeholders. Here a size symbol, a process group, a scale and a ``get_attr`` are no second
-source, and a parameter that lives in the module is one. What still looks like another kind stays what torch
-says.
+Torch counts placeholders. Here a size, even one read from another input, a process group, a scale and a
+``get_attr`` are no second source, and a parameter that lives in the module is one. What still looks like another
+kind stays what torch says.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _QUANTISING: Final = frozenset(
     "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift _to_copy view view_as "
     "_unsafe_view reshape expand unsqueeze squeeze permute transpose t slice split split_with_sizes narrow "
     "select cat stack constant_pad_nd clone contiguous alias detach repeat_interleave repeat full full_like "
-    "zeros ones scalar_tensor index".split()
+    "zeros ones scalar_tensor index expand_as reshape_as zeros_like ones_like new_zeros new_ones new_full "
+    "sym_size sym_numel sym_stride sym_storage_offset".split()
 )
 
 
@@ -84,7 +85,8 @@ def _quantised(view: View) -> set[fx.Node]:
     found = bytearray(len(view.nodes))
     for i in view.cone:
         node = view.nodes[i]
-        found[i] = view.ops[i] in SOURCES or (_is_quantising(node) and all(found[above] for above in view.data(i)))
+        passes = _is_quantising(node) or isinstance(value_of(node), (int, torch.SymInt))
+        found[i] = view.ops[i] in SOURCES or (passes and all(found[above] for above in view.data(i)))
     return {view.nodes[i] for i in view.cone if found[i]}
 
 
@@ -191,14 +193,17 @@ def _only_with_their_owner(view: View, owner: Mapping[int, int]) -> set[int]:
         above = view.data(i)
         of = {alone[one] for one in above}
         of.discard(constant)
-        alone[i] = constant if not of else of.pop() if len(of) == 1 and not of.isdisjoint(owner) else i
+        if not of:
+            alone[i] = constant
+            continue
+        only = of.pop() if len(of) == 1 else i
+        alone[i] = only if only in owner else i
         parts = [made[one] for one in above if one in made]
         if parts and (i in view.launches or _is_quantising(node) or is_wait(node)):
             made[i] = _union(parts)
-        if alone[i] != constant:
-            met = {param for part in parts for param in part or ()}
-            scales = {scale for one in view.inputs[i] if (scale := alone[one]) in owner and scale != alone[i]}
-            strayed |= {scale for scale in scales if owner[scale] not in met}
+        met = {param for part in parts for param in part or ()}
+        scales = {scale for one in view.inputs[i] if (scale := alone[one]) in owner and scale != alone[i]}
+        strayed |= {scale for scale in scales if owner[scale] not in met}
     return set(owner) - strayed
 
 

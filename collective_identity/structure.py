@@ -116,7 +116,11 @@ def _one_placeholder(view: View, gathers: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _single_chain(view: View, gathers: Iterable[fx.Node]) -> set[fx.Node]:
     """All-gathers from which single inputs lead to a placeholder."""
-    return {n for n in gathers if view.ops[view.homes[view.number[n]]] == "placeholder"}
+    chained: dict[int, bool] = {}
+    for junction in view.junctions:
+        above = view.inputs[junction]
+        chained[junction] = chained[view.homes[above[0]]] if len(above) == 1 else view.ops[junction] == "placeholder"
+    return {n for n in gathers if chained[view.homes[view.number[n]]]}
 
 
 def _is_cast_placeholder(start: fx.Node) -> bool:

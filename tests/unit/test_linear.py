@@ -184,8 +184,8 @@ def subgraphs(g: Nodes, size: int) -> list[fx.Node]:
     return out
 
 
-SHAPES = (chain, joins, accumulated, clipped, scaled, alternating, coalesced, subgraphs)
-MORE_SHAPES = (late, mixed, pieces)
+SHAPES = (chain, joins, accumulated, clipped, scaled, late, mixed, alternating, coalesced, subgraphs)
+MORE_SHAPES = (pieces,)
 
 
 def built(shape: Callable[[Nodes, int], list[fx.Node]], size: int) -> fx.GraphModule:
