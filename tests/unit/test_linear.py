@@ -6,6 +6,7 @@ Processor seconds, the best of several runs; ``python -m benchmarks classify`` g
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from collective_identity import PARAM_UNSHARD, classify_report, digest, normaliz
 from collective_identity.digest import collective_table, payload_digest
 from collective_identity.losses import record_losses, snapshot
 from collective_identity.structure import structural_roles
+from collective_identity.subgraphs import graph_modules
 from collective_identity.transports import launch_of
 from collective_identity.view import build_view
 from tests.graphs import annotate, aten, counting_work, identity, payload
@@ -166,7 +168,7 @@ def alternating(g: Nodes, size: int) -> list[fx.Node]:
 def coalesced(g: Nodes, size: int) -> list[fx.Node]:
     """All parameters in one gather."""
     start = g.call(C.all_gather_into_tensor_coalesced.default, [g.placeholder(f"w{i}") for i in range(size)], 2, "dp")
-    return [g.call(C.wait_tensor.default, g.call(__import__("operator").getitem, start, i)) for i in range(size)]
+    return [g.call(C.wait_tensor.default, g.call(operator.getitem, start, i)) for i in range(size)]
 
 
 def one_of_each(g: Nodes, group: str) -> fx.Node:
@@ -184,8 +186,65 @@ def subgraphs(g: Nodes, size: int) -> list[fx.Node]:
     return out
 
 
+def waited(g: Nodes, size: int) -> list[fx.Node]:
+    """Many waits for one reduce-scatter."""
+    start = g.call(C.reduce_scatter_tensor.default, g.placeholder("g"), "avg", 2, "dp")
+    return [g.call(C.wait_tensor.default, start) for _ in range(size)]
+
+
+def groups(g: Nodes, size: int) -> list[fx.Node]:
+    """As many groups as collectives."""
+    return [one_of_each(g, f"group{i}") for i in range(size)]
+
+
+def users(g: Nodes, size: int) -> list[fx.Node]:
+    """Gathers and views of one view."""
+    view = g.call(aten.view.default, g.placeholder("w"), [4, 8])
+    return [g.gathered(view) if i % 2 else g.call(aten.view.default, view, [8, 4]) for i in range(size)]
+
+
+def scattered_at_once(g: Nodes, size: int) -> list[fx.Node]:
+    """All gradients in one reduce-scatter, and all into one operator over lists."""
+    sent = [g.placeholder(f"g{i}") for i in range(size)]
+    start = g.call(C.reduce_scatter_tensor_coalesced.default, sent, "avg", 2, "dp")
+    waits = [g.call(C.wait_tensor.default, g.call(operator.getitem, start, i)) for i in range(size)]
+    updated = g.call(aten._foreach_add.List, [g.placeholder(f"w{i}") for i in range(size)], waits)
+    return [g.call(operator.getitem, updated, i) for i in range(size)]
+
+
+def sizes(g: Nodes, size: int) -> list[fx.Node]:
+    """Gathers along a line that is cut to the size of another input again and again."""
+    value, other, out = g.placeholder("w"), g.placeholder("x"), []
+    for _ in range(size):
+        other = g.call(aten.zeros_like.default, other)
+        value = g.call(aten.slice.Tensor, value, 0, 0, g.call(aten.sym_size.int, other, 0))
+        out.append(g.gathered(value))
+    return out
+
+
+def nested(g: Nodes, size: int) -> list[fx.Node]:
+    """Sub-graphs in sub-graphs."""
+    inner = Nodes()
+    module = inner.module(one_of_each(inner, "dp"))
+    for _ in range(size // 10):
+        outer = Nodes()
+        module = outer.module(outer.run(module, one_of_each(outer, "dp")))
+    return [g.run(module, g.placeholder("x"))]
+
+
+def buffers(g: Nodes, size: int) -> list[fx.Node]:
+    """Gathers into views of one buffer, one of the other."""
+    buffer, out = g.placeholder("buffer"), []
+    for i in range(size):
+        buffer = g.call(aten.view.default, buffer, [4, 8])
+        given = (g.placeholder(f"w{i}"), 2, "dp")
+        start = g.graph.call_function(C.all_gather_into_tensor_out.default, given, {"out": buffer})
+        out.append(g.call(C.wait_tensor.default, g.noted(start)))
+    return out
+
+
 SHAPES = (chain, joins, accumulated, clipped, scaled, late, mixed, alternating, coalesced, subgraphs)
-MORE_SHAPES = (pieces,)
+MORE_SHAPES = (pieces, waited, groups, users, scattered_at_once, sizes, nested, buffers)
 
 
 def built(shape: Callable[[Nodes, int], list[fx.Node]], size: int) -> fx.GraphModule:
@@ -235,13 +294,13 @@ def test_the_groups_of_many_subgraphs(rules: Any) -> None:
 def test_strays(shape: Callable[..., Any]) -> None:
     """A payload on every node but the collectives', as annotated regions leave it."""
 
-    def annotated(g: Nodes, size: int) -> list[fx.Node]:
+    def strays(g: Nodes, size: int) -> list[fx.Node]:
         out = shape(g, size)
         for node in g.graph.nodes:
             annotate(node, payload(PARAM_UNSHARD))
         return out
 
-    assert growth(annotated, classify_report) < AT_MOST
+    assert growth(strays, classify_report) < AT_MOST
 
 
 def test_explicit() -> None:
@@ -265,7 +324,19 @@ def compatible(gm: fx.GraphModule) -> object:
     return classify_report(gm, rules="compatible")
 
 
-ASKED = (extended, compatible, normalize, digest, payload_digest, collective_table)
+def losses(gm: fx.GraphModule) -> object:
+    return record_losses(snapshot(gm), gm, pass_name="p")
+
+
+ASKED = (extended, compatible, digest, payload_digest, collective_table, losses, normalize)
+
+
+def annotated(gm: fx.GraphModule) -> None:
+    """A payload on every other node that launches nothing, as annotated regions leave it."""
+    for module in graph_modules(gm):
+        for node in list(module.graph.nodes)[::2]:
+            if node.op != "output" and launch_of(node) is None:
+                annotate(node, payload(PARAM_UNSHARD))
 
 
 def work(run: Callable[[], Any]) -> int:
@@ -278,6 +349,8 @@ def work(run: Callable[[], Any]) -> int:
 def test_work(shape: Callable[..., Any]) -> None:
     """Ten times the nodes take at most twelve times the instructions, whatever is asked."""
     small, large = built(shape, 40), built(shape, 400)
+    for gm in (small, large):
+        annotated(gm)
     for asked in ASKED:
         first, second = work(lambda asked=asked: asked(small)), work(lambda asked=asked: asked(large))
         assert second <= 12 * first, f"{asked.__name__}: {second / first:.1f} times the work for ten times the nodes"
