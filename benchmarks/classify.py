@@ -1,12 +1,14 @@
 """Classification: ours against torch's own, the cost of an all-explicit graph, growth with size, networkx's share.
 
 ``python -m benchmarks classify [--json] [--deep C] [--nodes N]``. Processor seconds; a million nodes take three
-minutes, most of it spent in making the graphs, and 4 GB.
+minutes, most of it spent in making the graphs, and 4 GB. Fails if ten times as many nodes, the larger graph of 100,000
+or more, take over 12 times the seconds.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +18,20 @@ from collective_identity import classify_report, normalize, start_nodes
 
 from . import synthetic
 from .measure import Stopwatch, best_of, parser, show
+
+AT_MOST, LARGE = 12, 100_000
+"""Times the seconds for ten times the nodes, on graphs that large; smaller ones are too quick to tell."""
+
+
+def grows_too_fast(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """What is wrong with the growth from each row to the next, which has ten times its nodes."""
+    wrong, before = [], None
+    for row in rows:
+        growth = 0.0 if before is None else row["classify_s"] / before
+        before = row["classify_s"]
+        if growth > AT_MOST and row["nodes"] >= 0.99 * LARGE:
+            wrong.append(f"{row['nodes']} nodes took {growth:.1f} times a tenth's seconds, at most {AT_MOST} expected")
+    return wrong
 
 
 def torchs_gathers(gm: fx.GraphModule) -> int:
@@ -75,11 +91,12 @@ def main() -> int:
 
     show({"benchmark": "classify", "torch": torch.__version__, "seconds": "processor"}, as_json=given.json)
     show(explicit(min(given.nodes, 150_000)), as_json=given.json)
-    before = None
+    before, rows = None, []
     for nodes in (given.nodes // 100, given.nodes // 10, given.nodes):
         row = structural(synthetic.training(nodes, explicit=False))
         growth = {} if before is None else {"times_the_seconds_for_10_times_the_nodes": row["classify_s"] / before}
         before = row["classify_s"]
+        rows.append(row)
         show({"what": "no identity", **row, **growth}, as_json=given.json)
 
     show({"what": "joins", **structural(synthetic.joins(given.nodes // 40))}, as_json=given.json)
@@ -90,4 +107,6 @@ def main() -> int:
     show({"what": "deep ancestry", "rules": "compatible", **compatible}, as_json=given.json)
     last = {"what": "deep ancestry", "rules": "extended", **extended, "torch_s": torch_s}
     show({**last, "ratio": torch_s / max(compatible["classify_s"], extended["classify_s"])}, as_json=given.json)
-    return 0
+    wrong = grows_too_fast(rows)
+    print("".join(f"{line}\n" for line in wrong), end="", file=sys.stderr)
+    return 1 if wrong else 0

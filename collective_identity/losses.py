@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from . import store
+from . import compat, store
 from .identity import Identity
 from .merge import UNKNOWN
 from .subgraphs import graph_modules
@@ -44,11 +44,13 @@ class Loss:
 
 def snapshot(gm: fx.GraphModule) -> tuple[Seen, ...]:
     """Every collective of the graph and its sub-graphs with its identity. Reads only."""
-    return tuple(
-        Seen(node, node.name, _signature(launch), store.verdict_for(node, launch, store.raw_payloads(node)).identity)
-        for module in graph_modules(gm)
-        for node, launch in launches(module).items()
-    )
+    with compat.collector_paused():
+        return tuple(_seen(node, launch) for module in graph_modules(gm) for node, launch in launches(module).items())
+
+
+def _seen(node: fx.Node, launch: Launch) -> Seen:
+    identity = store.verdict_for(node, launch, store.raw_payloads(node)).identity
+    return Seen(node, node.name, _signature(launch), identity)
 
 
 def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str) -> tuple[Loss, ...]:

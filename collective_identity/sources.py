@@ -1,15 +1,15 @@
 """Where does an all-gather's data come from? The ``extended`` rule set's additions for parameter gathers.
 
-Torch counts placeholders. Here a size symbol, a process group, a scale and a ``get_attr`` are no second
-source, and a parameter that lives in the module is one. What still looks like another kind stays what torch
-says.
+Torch counts placeholders. Here a size, even one read from another input, a process group, a scale and a
+``get_attr`` are no second source, and a parameter that lives in the module is one. What still looks like another
+kind stays what torch says.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import fx
@@ -22,6 +22,7 @@ from .view import SOURCES, View
 Kind = Literal["input", "scale", "attribute"]
 _Set = frozenset[fx.Node] | None  # None: more sources than told apart
 _TOLD_APART: Final = 2  # a parameter and its block scale
+_T = TypeVar("_T")
 _NONE: Final[frozenset[fx.Node]] = frozenset()
 _Sources: TypeAlias = "tuple[_Set, ...]"  # by `_KINDS`
 _NO_SOURCE: Final[_Sources] = (_NONE, _NONE, _NONE)
@@ -33,7 +34,8 @@ _QUANTISING: Final = frozenset(
     "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift _to_copy view view_as "
     "_unsafe_view reshape expand unsqueeze squeeze permute transpose t slice split split_with_sizes narrow "
     "select cat stack constant_pad_nd clone contiguous alias detach repeat_interleave repeat full full_like "
-    "zeros ones scalar_tensor index".split()
+    "zeros ones scalar_tensor index expand_as reshape_as zeros_like ones_like new_zeros new_ones new_full "
+    "sym_size sym_numel sym_stride sym_storage_offset".split()
 )
 
 
@@ -52,10 +54,8 @@ def parameter_gathers(view: View, asked: Mapping[fx.Node, Launch]) -> set[fx.Nod
         elif inputs is not None and len(inputs) == 2 and not attributes:
             pairs[start] = inputs
     if pairs:
-        quantised, judge = _quantised(view), _Pairs(view.starts)
-        found.update(
-            n for n, two in pairs.items() if quantised.issuperset(asked[n].inputs) and judge.scaled(two, asked[n])
-        )
+        quantised = _quantised(view)
+        found |= _scaled(view, {n: two for n, two in pairs.items() if quantised.issuperset(asked[n].inputs)})
     return found
 
 
@@ -85,7 +85,8 @@ def _quantised(view: View) -> set[fx.Node]:
     found = bytearray(len(view.nodes))
     for i in view.cone:
         node = view.nodes[i]
-        found[i] = view.ops[i] in SOURCES or (_is_quantising(node) and all(found[above] for above in view.data(i)))
+        passes = _is_quantising(node) or isinstance(value_of(node), (int, torch.SymInt))
+        found[i] = view.ops[i] in SOURCES or (passes and all(found[above] for above in view.data(i)))
     return {view.nodes[i] for i in view.cone if found[i]}
 
 
@@ -101,8 +102,8 @@ def _is_one_source(inputs: _Set, scales: _Set, attributes: _Set) -> bool:
     return scales is not None and len(scales) == 1
 
 
-def _union(parts: Iterable[_Set]) -> _Set:
-    result = _NONE
+def _union(parts: Iterable[frozenset[_T] | None]) -> frozenset[_T] | None:
+    result: frozenset[_T] = frozenset()
     for part in parts:
         if part is None:
             return None
@@ -152,64 +153,58 @@ def _is_quantising(node: fx.Node) -> bool:
     return cast or (namespace == "aten" and name in _QUANTISING)
 
 
-class _Pairs:
-    """Which gathers of two inputs gather a parameter and its block-scale tensor, consumed only with it?
+def _scaled(view: View, pairs: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
+    """The gathers, keys of their two inputs, of a parameter and a block-scale tensor that is consumed only with it.
 
     Only for one byte an element, before or after scaling: anything wider may be an activation and the weight
-    of its norm. Each pair of inputs is judged once.
+    of its norm.
     """
-
-    def __init__(self, launches: Mapping[fx.Node, Launch]) -> None:
-        self._launches = launches
-        self._together: dict[tuple[fx.Node, fx.Node], bool] = {}
-        self._made_from: dict[fx.Node, set[fx.Node]] = {}
-
-    def scaled(self, inputs: frozenset[fx.Node], launch: Launch) -> bool:
+    owner: dict[int, int] = {}  # by number of the scale
+    gathered: dict[int, list[fx.Node]] = {}
+    shared: set[int] = set()
+    for start, inputs in pairs.items():
         scale, param = sorted(inputs, key=_elements)
-        narrow = all(_width(i) == 1 for i in launch.inputs) or _width(param) == 1
-        if not narrow or not _divides(value_of(scale), value_of(param)):
-            return False
-        if (scale, param) not in self._together:
-            self._together[scale, param] = self._only_with(scale, self._reached(param))
-        return self._together[scale, param]
-
-    def _data(self, node: fx.Node) -> Sequence[fx.Node]:
-        launch = self._launches.get(node)
-        return node.all_input_nodes if launch is None else launch.inputs
-
-    def _only_with(self, scale: fx.Node, reached: set[fx.Node]) -> bool:
-        """Whether every use of ``scale`` is its own gather, or meets a node made from the parameter."""
-        seen = {scale}
-        queue = [scale]
-        while queue:
-            for user in queue.pop().users:
-                if user in seen or user.op == "output":
-                    continue
-                others = [i for i in self._data(user) if i not in seen and not _is_constant(i)]
-                if not others:
-                    seen.add(user)
-                    queue.append(user)
-                elif reached.isdisjoint(others):
-                    return False
-        return True
-
-    def _reached(self, param: fx.Node) -> set[fx.Node]:
-        """What quantising operators and collectives alone make from ``param``, and itself."""
-        if param not in self._made_from:
-            seen = self._made_from[param] = {param}
-            queue = [param]
-            while queue:
-                current = queue.pop()
-                for user in current.users:
-                    passes = user in self._launches or is_wait(user) or _is_quantising(user)
-                    if user not in seen and passes and current in self._data(user):
-                        seen.add(user)
-                        queue.append(user)
-        return self._made_from[param]
+        narrow = all(_width(i) == 1 for i in view.starts[start].inputs) or _width(param) == 1
+        if narrow and _divides(value_of(scale), value_of(param)):
+            number = view.number[scale]
+            if owner.setdefault(number, view.number[param]) != view.number[param]:
+                shared.add(number)
+            gathered.setdefault(number, []).append(start)
+    own = _only_with_their_owner(view, owner) if owner else set()
+    return {start for scale in own - shared for start in gathered[scale]}
 
 
-def _is_constant(node: fx.Node) -> bool:
-    return _kind(node) not in ("input", "attribute") if node.op in SOURCES else not node.all_input_nodes
+def _only_with_their_owner(view: View, owner: Mapping[int, int]) -> set[int]:
+    """The scales of which every use is their own gather, or meets a node made from the parameter that owns them.
+
+    One pass for all of them: no node is made from each of two scales alone, and of the owners that quantising
+    operators and collectives make a node from, no more than `_TOLD_APART` are told apart.
+    """
+    alone, constant = list(range(len(view.nodes))), -1  # the scale that a node is made from alone, else itself
+    made: dict[int, frozenset[int] | None] = {param: frozenset((param,)) for param in owner.values()}
+    strayed: set[int] = set()
+    for i, node in enumerate(view.nodes):
+        if view.ops[i] == "output":
+            continue
+        if view.ops[i] in SOURCES:
+            if _kind(node) not in ("input", "attribute"):
+                alone[i] = constant
+            continue
+        above = view.data(i)
+        of = {alone[one] for one in above}
+        of.discard(constant)
+        if not of:
+            alone[i] = constant
+            continue
+        only = of.pop() if len(of) == 1 else i
+        alone[i] = only if only in owner else i
+        parts = [made[one] for one in above if one in made]
+        if parts and (i in view.launches or _is_quantising(node) or is_wait(node)):
+            made[i] = _union(parts)
+        met = {param for part in parts for param in part or ()}
+        scales = {scale for one in view.inputs[i] if (scale := alone[one]) in owner and scale != alone[i]}
+        strayed |= {scale for scale in scales if owner[scale] not in met}
+    return set(owner) - strayed
 
 
 def _elements(node: fx.Node) -> int:

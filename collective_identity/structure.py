@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
+import torch
 from torch import fx
 
 from . import compat
 from .gradients import gradient_scatters
 from .roles import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
 from .sources import parameter_gathers
-from .transports import Launch, Transport
+from .transports import WAIT, Launch, Transport
 from .view import Rules, View
 
 # The forms that torch's own heuristics recognise.
@@ -45,8 +46,8 @@ def structural_roles(
         settled: collectives whose role is known; structure's word on them marks no group.
     """
     roles: dict[fx.Node, str | None] = {}
-    said = set(fsdp_groups)
-    marked: list[set[str]] = []
+    said: set[object] = set(fsdp_groups)
+    marked: list[set[object]] = []
     for view in views:
         found = _gathers(view, rules) | _scatters(view, rules)
         roles |= dict.fromkeys(view.starts)
@@ -54,33 +55,48 @@ def structural_roles(
             gathers = view.starts[node].transport is Transport.ALL_GATHER
             roles[node] = PARAM_UNSHARD if gathers else GRAD_REDUCE_SHARD
         marked.append(set(_inferred_groups(view, rules, (node for node in found if node not in settled))))
-    everywhere = set().union(*marked)
+    everywhere: set[object] = set().union(*marked)
     for view, own in zip(views, marked, strict=True):
         # Torch looks at one graph alone; a group is FSDP's wherever it is seen.
         roles.update(_reduces(view, rules, (said, own if rules == "compatible" else everywhere)))
     return roles
 
 
-def _inferred_groups(view: View, rules: Rules, found: Iterable[fx.Node]) -> Iterator[str]:
+def _inferred_groups(view: View, rules: Rules, found: Iterable[fx.Node]) -> Iterator[object]:
     """Groups that an inferred role marks; torch looks at gathers only, so a backward may have none there."""
     for node in found:
         launch = view.starts[node]
-        if launch.group is not None and (launch.transport is Transport.ALL_GATHER or rules == "extended"):
-            yield launch.group
+        if launch.transport is Transport.ALL_GATHER or rules == "extended":
+            group = _group(node, launch, rules)
+            if group is not None:
+                yield group
 
 
-def _reduces(view: View, rules: Rules, known: tuple[set[str], ...]) -> Iterator[tuple[fx.Node, str | None]]:
+def _group(node: fx.Node, launch: Launch, rules: Rules) -> object:
+    """What stands for a collective's group: its name, without one the node given as the group, else None.
+
+    Torch compares what was given, and knows no name of a node.
+    """
+    if launch.group is not None and rules == "extended":
+        return launch.group
+    given = compat.arguments(node).get("group_name")
+    return given if isinstance(given, (str, fx.Node)) else launch.group
+
+
+def _reduces(view: View, rules: Rules, known: tuple[set[object], ...]) -> Iterator[tuple[fx.Node, str | None]]:
     """All-reduces have no shape of their own: on an FSDP group they count as FSDP (torch 2.13 on)."""
     knows_groups = rules == "extended" or compat.torch_version() >= (2, 13)
+    said, inferred = known
     for node, launch in view.starts.items():
         if launch.transport is Transport.ALL_REDUCE:
-            meant = _upstream_form(launch) if rules == "compatible" else launch.reduce_op in _SUMS
-            fsdp = knows_groups and meant and any(launch.group in groups for groups in known)
+            meant = _is_upstreams(node, launch) if rules == "compatible" else launch.reduce_op in _SUMS
+            fsdp = knows_groups and meant and (launch.group in said or _group(node, launch, rules) in inferred)
             yield node, GRAD_REPLICATE_REDUCE if fsdp else None
 
 
-def _upstream_form(launch: Launch) -> bool:
-    return launch.form in _UPSTREAM_FORMS.get(launch.transport, ())
+def _is_upstreams(node: fx.Node, launch: Launch) -> bool:
+    """Whether torch's heuristics look at this operator: these forms, and never a packet as Dynamo's graphs hold it."""
+    return launch.form in _UPSTREAM_FORMS.get(launch.transport, ()) and isinstance(node.target, torch._ops.OpOverload)
 
 
 def _gathers(view: View, rules: Rules) -> set[fx.Node]:
@@ -94,7 +110,7 @@ def _gathers(view: View, rules: Rules) -> set[fx.Node]:
         one = _single_chain(view, asked)
     else:
         one = {n for n in asked if _is_cast_placeholder(n)}
-    found = {n for n, launch in asked.items() if n in one and _upstream_form(launch)}
+    found = {n for n, launch in asked.items() if n in one and _is_upstreams(n, launch)}
     if rules == "extended":
         found |= parameter_gathers(view, asked)
     return found
@@ -116,7 +132,11 @@ def _one_placeholder(view: View, gathers: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _single_chain(view: View, gathers: Iterable[fx.Node]) -> set[fx.Node]:
     """All-gathers from which single inputs lead to a placeholder."""
-    return {n for n in gathers if view.ops[view.homes[view.number[n]]] == "placeholder"}
+    chained: dict[int, bool] = {}
+    for junction in view.junctions:
+        above = view.inputs[junction]
+        chained[junction] = chained[view.homes[above[0]]] if len(above) == 1 else view.ops[junction] == "placeholder"
+    return {n for n in gathers if chained[view.homes[view.number[n]]]}
 
 
 def _is_cast_placeholder(start: fx.Node) -> bool:
@@ -126,21 +146,25 @@ def _is_cast_placeholder(start: fx.Node) -> bool:
     if source.op == "placeholder":
         return True
     inner = source.args[0] if source.args else None
-    return compat.op_name(source.target) == _CAST and isinstance(inner, fx.Node) and inner.op == "placeholder"
+    return _is_cast(source) and isinstance(inner, fx.Node) and inner.op == "placeholder"
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and compat.op_name(node.target) == _CAST
 
 
 def _scatters(view: View, rules: Rules) -> set[fx.Node]:
     asked = view.of(Transport.REDUCE_SCATTER)
     if not asked:
         return set()
+    upstreams = [n for n, launch in asked.items() if _is_upstreams(n, launch)]
+    waits = {n: [w for w in view.waits[n] if w.target is WAIT] for n in upstreams}
     if compat.torch_version() >= (2, 13):
         unary = _unary_to_output(view)
-        good = {w for n in asked for w in view.waits[n] if w.users and w in unary}
+        good = {w for several in waits.values() for w in several if w.users and w in unary}
     else:
-        good = {w for n in asked for w in view.waits[n] if _is_cast_output(w)}
-    found = {
-        n for n, launch in asked.items() if _upstream_form(launch) and view.waits[n] and good.issuperset(view.waits[n])
-    }
+        good = {w for several in waits.values() for w in several if _is_cast_output(w)}
+    found = {n for n, several in waits.items() if several and good.issuperset(several)}
     if rules == "extended":
         found |= gradient_scatters(view, asked)
     return found
@@ -163,4 +187,4 @@ def _is_cast_output(wait: fx.Node) -> bool:
     if len(wait.users) != 1:
         return False
     user = next(iter(wait.users))
-    return compat.op_name(user.target) == _CAST and all(u.op == "output" for u in user.users)
+    return _is_cast(user) and all(u.op == "output" for u in user.users)

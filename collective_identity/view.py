@@ -2,19 +2,22 @@
 
 Nodes are numbered in topological order, and every table is a list over these numbers: on a million nodes that is
 what keeps the cost linear, where dicts keyed by nodes miss the cache. Above a gather, a node with one input says
-nothing that the input does not say, so the networkx graph holds the *junctions* alone, sources and nodes with several
-inputs; every other node hangs below one of them.
+nothing that the input does not say (but for one that asks it for its size alone), so the networkx graph holds the
+*junctions* alone, sources and nodes with several inputs; every other node hangs below one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 import networkx as nx
 from torch import fx
 
+from . import compat
+from .subgraphs import CONTROL_DEPS
 from .transports import Launch, Transport, waits_of
 
 Rules = Literal["extended", "compatible"]
@@ -33,7 +36,7 @@ class View:
         ops: by number, `fx.Node.op`.
         targets: by number, `fx.Node.target`.
         inputs: by number, the numbers of its inputs.
-        sent: of a collective whose inputs are more than the tensors it sends, the numbers of those it sends.
+        sent: of a node whose inputs are more than what flows into it as data, the numbers of those that do.
         cone: the numbers in the cones, ascending.
         homes: by number, the junction that the node is or hangs below; -1 where no gather is below the node.
         dag: the junctions above gathers as a ``networkx.DiGraph`` of numbers, input → user.
@@ -62,9 +65,23 @@ class View:
         return {node: launch for node, launch in self.starts.items() if launch.transport is transport}
 
     def data(self, number: int) -> tuple[int, ...]:
-        """What flows into a node as data: of a collective the tensors sent, not its buffer, group or ordering."""
+        """What flows into a node as data: not the buffer or group of a collective, an ordering, a tensor's size."""
         return self.sent.get(number, self.inputs[number])
 
+
+_UNREAD: Final = MappingProxyType(
+    dict.fromkeys(
+        "sym_size sym_numel sym_stride sym_storage_offset size numel stride storage_offset dim is_contiguous "
+        "new_empty new_empty_strided new_full new_ones new_zeros "
+        "empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split(),
+        "self",
+    )
+    | dict.fromkeys("expand_as reshape_as type_as view_as".split(), "other")
+)
+"""Operators that ask an argument for its size, kind or place alone, by name in ``aten``, with that argument.
+
+PyTorch 2.11-2.15 ``aten/src/ATen/native/native_functions.yaml``.
+"""
 
 SOURCES: Final = ("placeholder", "get_attr")
 """The ops of nodes where data enters the graph."""
@@ -82,7 +99,13 @@ def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
         if launch.transport is Transport.ALL_GATHER:
             wanted[number[node]] = True
     _add_ancestors(wanted, inputs)
-    homes, dag = _junctions(wanted, inputs)
+    launches = {number[node]: launch for node, launch in starts.items()}
+    sent = {} if rules == "compatible" else _sent(nodes, targets, inputs, number)
+    for i, launch in launches.items():
+        data = tuple([number[one] for one in launch.inputs])
+        if data != inputs[i]:
+            sent[i] = data
+    homes, dag = _junctions(wanted, inputs, sent)
     if any(waits.values()):
         below = bytearray(len(nodes))
         for several in waits.values():
@@ -98,12 +121,6 @@ def build_view(starts: Mapping[fx.Node, Launch], rules: Rules) -> View:
             below = bytearray(map(max, below, met))
         wanted = bytearray(map(max, wanted, below))
     cone = [i for i, flag in enumerate(wanted) if flag]
-    launches = {number[node]: launch for node, launch in starts.items()}
-    sent = {}
-    for i, launch in launches.items():
-        data = tuple([number[one] for one in launch.inputs])
-        if data != inputs[i]:
-            sent[i] = data
     return View(
         nodes=nodes,
         number=number,
@@ -162,7 +179,47 @@ def _add_descendants(flags: bytearray, inputs: Sequence[tuple[int, ...]]) -> Non
                     break
 
 
-def _junctions(wanted: bytearray, inputs: Sequence[tuple[int, ...]]) -> tuple[list[int], Any]:
+def _sent(
+    nodes: Sequence[fx.Node],
+    targets: Sequence[object],
+    inputs: Sequence[tuple[int, ...]],
+    number: Mapping[fx.Node, int],
+) -> dict[int, tuple[int, ...]]:
+    """What flows into the nodes that ask an input for its size alone, or only wait for it."""
+    unread: dict[int, str | None] = {}  # by id of the target
+    found: dict[int, tuple[int, ...]] = {}
+    for i, target in enumerate(targets):
+        try:
+            name = unread[id(target)]
+        except KeyError:
+            name = unread[id(target)] = _unread(target)
+        if name is not None and inputs[i]:
+            found[i] = tuple([number[one] for one in _read(nodes[i], name)])
+    return found
+
+
+def _unread(target: object) -> str | None:
+    """The argument of an operator whose values it does not read, if there is one."""
+    if compat.higher_order_name(target) == CONTROL_DEPS:
+        return CONTROL_DEPS
+    namespace, _, name = (compat.op_name(target) or "").partition("::")
+    return _UNREAD.get(name) if namespace == "aten" else None
+
+
+def _read(node: fx.Node, unread: str) -> tuple[fx.Node, ...]:
+    """The inputs of a node whose values it reads."""
+    if unread == CONTROL_DEPS:
+        given: list[Any] = [*node.args[1:], *node.kwargs.values()]
+    else:
+        given = [value for name, value in compat.arguments(node).items() if name != unread]
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg(tuple(given), lambda one: found.setdefault(one))
+    return tuple(found)
+
+
+def _junctions(
+    wanted: bytearray, inputs: Sequence[tuple[int, ...]], sent: Mapping[int, tuple[int, ...]]
+) -> tuple[list[int], Any]:
     """The junction of each wanted node, and the graph of the junctions; everything above a wanted node is wanted."""
     homes = [-1] * len(inputs)
     heads: list[int] = []
@@ -171,7 +228,7 @@ def _junctions(wanted: bytearray, inputs: Sequence[tuple[int, ...]]) -> tuple[li
         if not flag:
             continue
         above = inputs[i]
-        if len(above) == 1:
+        if len(above) == 1 and i not in sent:
             homes[i] = homes[above[0]]
         else:
             homes[i] = i

@@ -30,7 +30,6 @@ from collective_identity import (
     start_nodes,
     store,
 )
-from collective_identity.transports import waits_of
 from tests.graphs import Builder, annotate, aten, payload
 
 C = torch.ops._c10d_functional
@@ -50,32 +49,46 @@ PAYLOADS: tuple[Any, ...] = (
 )
 
 
+VALUES = tuple((shape,) for shape in ((4, 8), (4, 8), (8, 4), (4, 1), (4,), (2, 2, 8), (1,), ()))
+"""Shapes of inputs; all of a width that is never a quantised parameter's."""
+
+
 def random_graph(seed: int) -> fx.GraphModule:
-    """Inputs, chains, joins and every kind of collective in any order, with fake values that never matter."""
+    """Inputs, chains, joins and every kind of collective in any order, with fake values of all sorts of shapes.
+
+    Every other graph has groups that are nodes, with a name and without, and one in ten operator packets.
+    """
     rng = random.Random(seed)
     b = Builder()
-    nodes = [b.placeholder(f"p{i}") for i in range(rng.randint(1, 4))]
+    inputs = [b.placeholder(f"p{i}", *rng.choice(VALUES)) for i in range(rng.randint(1, 4))]
     b.root.held = torch.nn.Parameter(torch.zeros(4, 8))
     held = b.graph.get_attr("held")
-    held.meta["val"] = nodes[0].meta["val"]
-    nodes.append(held)
+    held.meta["val"] = b.empty((4, 8))
+    nodes, sizes, groups = [*inputs, held], [4], ["g0", "g1"]
+    if rng.random() < 0.5:
+        b.root.group, b.root.nameless = "g0", object()
+        groups += [b.graph.placeholder("group"), b.graph.get_attr("group"), b.graph.get_attr("nameless")]
+    packets = rng.random() < 0.1
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A value of its first input's shape, though the operator may make another."""
         node = b.graph.call_function(target, args, kwargs)
-        node.meta["val"] = nodes[0].meta["val"]
+        like = node.all_input_nodes[0] if node.all_input_nodes else held
+        node.meta["val"] = like.meta["val"]
         nodes.append(node)
         return node
 
     def launch(target: Any, *args: Any, **kwargs: Any) -> None:
-        start = add(target, *args, **kwargs)
+        of = (lambda op: op.overloadpacket if packets and rng.random() < 0.3 else op)  # noqa: E731
+        start = add(of(target), *args, **kwargs)
         nodes.pop()
         for _ in range(rng.choice([1, 1, 1, 2])):
-            add(C.wait_tensor.default, start)
+            add(of(C.wait_tensor.default), start)
 
     for _ in range(rng.randint(4, 30)):
         x, y = rng.choice(nodes), rng.choice(nodes)
-        group = rng.choice(["g0", "g1"])
-        match rng.randint(0, 10):
+        group = rng.choice(groups)
+        match rng.randint(0, 13):
             case 0 | 1:
                 add(torch.ops.prims.convert_element_type.default, x, torch.bfloat16)
             case 2:
@@ -94,6 +107,14 @@ def random_graph(seed: int) -> fx.GraphModule:
                 launch(C.reduce_scatter_tensor.default, x, "avg", 2, group)
             case 10:
                 launch(C.all_reduce.default, x, "sum", group)
+            case 11:
+                size = b.graph.call_function(aten.sym_size.int, (x, 0))
+                size.meta["val"] = 4
+                sizes.append(size)
+            case 12:
+                add(aten.slice.Tensor, x, 0, 0, rng.choice(sizes))
+            case 13:
+                add(aten.zeros_like.default, x)
     b.graph.output(tuple(rng.sample(nodes, rng.randint(1, min(6, len(nodes))))))
     gm = fx.GraphModule(b.root, fx.Graph())
     gm._graph = b.graph  # without the code, which nothing here runs
@@ -118,19 +139,28 @@ def torchs_verdict(gm: fx.GraphModule) -> dict[fx.Node, bool]:
     groups = fsdp.identify_fsdp_groups(gm)[0] if hasattr(fsdp, "identify_fsdp_groups") else ()
     verdict = {}
     for node in start_nodes(gm):
-        launch = launch_of(node)
-        assert launch is not None
-        waits = waits_of(node)
-        if launch.transport is Transport.ALL_GATHER and launch.form in ("default", "out"):
+        waits = [user for user in node.users if user.target is C.wait_tensor.default]
+        if node.target in (C.all_gather_into_tensor.default, C.all_gather_into_tensor_out.default):
             if hasattr(fsdp, "is_fsdp_all_gather"):
                 verdict[node] = fsdp.is_fsdp_all_gather(node)
             else:
-                verdict[node] = fsdp.is_fsdp_all_gather_wait(waits[0])
-        elif launch.transport is Transport.REDUCE_SCATTER and launch.form == "default":
+                verdict[node] = _gathered_by_the_first_torch(node)
+        elif node.target is C.reduce_scatter_tensor.default:
             verdict[node] = bool(waits) and all(fsdp.is_fsdp_reduce_scatter_wait(w) for w in waits)
         else:
-            verdict[node] = launch.transport is Transport.ALL_REDUCE and launch.group in groups
+            verdict[node] = node.target is C.all_reduce.default and node.args[2] in groups
     return verdict
+
+
+def _gathered_by_the_first_torch(start: fx.Node) -> bool:
+    """Torch 2.11 asks a wait alone, and reads nothing of it but its start."""
+    from torch._inductor.fx_passes import fsdp
+
+    wait = start.graph.call_function(C.wait_tensor.default, (start,))
+    try:
+        return bool(fsdp.is_fsdp_all_gather_wait(wait))
+    finally:
+        start.graph.erase_node(wait)
 
 
 def one_source(start: fx.Node) -> bool:
@@ -142,9 +172,15 @@ def one_source(start: fx.Node) -> bool:
         if node not in seen:
             seen.add(node)
             below = launch_of(node)
-            queue += node.all_input_nodes if below is None else below.inputs
-    inputs = [n for n in seen if n.op == "placeholder"]
-    return len(inputs) == 1 or (not inputs and len([n for n in seen if n.op == "get_attr"]) == 1)
+            if below is not None:
+                queue += below.inputs
+            elif node.target not in (aten.sym_size.int, aten.zeros_like.default):
+                queue += node.all_input_nodes
+    data = [n for n in seen if n.op in ("placeholder", "get_attr")]
+    scales = [n for n in data if n.op == "placeholder" and n.meta["val"].numel() == 1]
+    inputs = [n for n in data if n.op == "placeholder" and n not in scales]
+    attributes = [n for n in data if n.op == "get_attr"]
+    return len(inputs) == 1 or (not inputs and len(attributes or scales) == 1)
 
 
 def check(seed: int) -> Counter[tuple[str, bool]]:

@@ -36,6 +36,16 @@ def test_classify(capsys: pytest.CaptureFixture[str]) -> None:
         assert last["ratio"] > 20, "grows with the depth: torch's seconds with its square"
 
 
+def test_classify_fails_where_it_grows_too_fast() -> None:
+    def rows(*seconds: float) -> list[dict[str, Any]]:
+        return [{"nodes": 10_000 * 10**i, "classify_s": s} for i, s in enumerate(seconds)]
+
+    assert classify.grows_too_fast(rows(0.1, 1.2, 14.4)) == []
+    assert len(classify.grows_too_fast(rows(0.1, 1.3, 13))) == 1
+    assert len(classify.grows_too_fast(rows(0.1, 1.3, 17))) == 2
+    assert classify.grows_too_fast([{"nodes": 200, "classify_s": 1}, {"nodes": 2000, "classify_s": 99}]) == []
+
+
 def test_identity(capsys: pytest.CaptureFixture[str]) -> None:
     first, typical, large, last = lines(identity, capsys, "--nodes", "3000", "--layers", "1")
     assert first["benchmark"] == "identity"

@@ -6,6 +6,7 @@ Processor seconds, the best of several runs; ``python -m benchmarks classify`` g
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from collective_identity import PARAM_UNSHARD, classify_report, normalize, stamp, start_nodes
+from collective_identity import PARAM_UNSHARD, classify_report, digest, normalize, stamp, start_nodes
+from collective_identity.digest import collective_table, payload_digest
 from collective_identity.losses import record_losses, snapshot
 from collective_identity.structure import structural_roles
+from collective_identity.subgraphs import graph_modules
 from collective_identity.transports import launch_of
 from collective_identity.view import build_view
 from tests.graphs import annotate, aten, counting_work, identity, payload
@@ -47,6 +50,17 @@ class Nodes:
     def call(self, target: Any, *args: Any) -> fx.Node:
         return self.noted(self.graph.call_function(target, args))
 
+    def narrow(self, name: str) -> fx.Node:
+        """A parameter of one byte an element."""
+        return self.noted(self.graph.placeholder(name), fake((4, 8), torch.uint8))
+
+    def scale(self, name: str) -> fx.Node:
+        """A block scale of such a parameter."""
+        return self.noted(self.graph.placeholder(name), fake((4, 1), torch.float32))
+
+    def quantised(self, *given: fx.Node) -> fx.Node:
+        return self.noted(self.graph.call_function(aten.mul.Tensor, given), fake((4, 8), torch.uint8))
+
     def gathered(self, node: fx.Node) -> fx.Node:
         return self.call(C.wait_tensor.default, self.call(C.all_gather_into_tensor.default, node, 2, "dp"))
 
@@ -54,8 +68,8 @@ class Nodes:
         start = self.call(C.reduce_scatter_tensor.default, node, "avg", 2, "dp")
         return self.call(C.wait_tensor.default, start)
 
-    def noted(self, node: fx.Node) -> fx.Node:
-        node.meta["val"] = self.value
+    def noted(self, node: fx.Node, value: torch.Tensor | None = None) -> fx.Node:
+        node.meta["val"] = self.value if value is None else value
         return node
 
     def module(self, *outputs: fx.Node) -> fx.GraphModule:
@@ -110,16 +124,37 @@ def clipped(g: Nodes, size: int) -> list[fx.Node]:
 
 def scaled(g: Nodes, size: int) -> list[fx.Node]:
     """One parameter and one block scale, gathered again and again on the way of both."""
-    wide, narrow = fake((4, 8), torch.uint8), fake((4, 1), torch.float32)
-    param, scale, out = g.placeholder("w"), g.placeholder("s"), []
+    param, scale, out = g.narrow("w"), g.scale("s"), []
     value = param
     for _ in range(size):
-        value = g.call(aten.mul.Tensor, value, g.call(aten.expand.default, scale, [4, 8]))
+        value = g.quantised(value, g.call(aten.expand.default, scale, [4, 8]))
         out.append(g.gathered(value))
-    for node in g.graph.nodes:
-        node.meta["val"] = wide
-    scale.meta["val"] = narrow
     return out
+
+
+def late(g: Nodes, size: int) -> list[fx.Node]:
+    """One block scale that comes to many parameters by a long way."""
+    params = [g.narrow(f"w{i}") for i in range(size)]
+    way = g.scale("s")
+    for _ in range(size):
+        way = g.call(aten.clone.default, way)
+    return [g.gathered(g.quantised(param, way)) for param in params]
+
+
+def mixed(g: Nodes, size: int) -> list[fx.Node]:
+    """A block scale for each parameter, and all parameters into one line."""
+    params, line = [g.narrow(f"w{i}") for i in range(size)], g.narrow("x")
+    out = [g.gathered(g.quantised(param, g.scale(f"s{i}"))) for i, param in enumerate(params)]
+    for param in params:
+        line = g.quantised(line, param)
+    return [*out, line]
+
+
+def pieces(g: Nodes, size: int) -> list[fx.Node]:
+    """A block scale in as many pieces, joined again."""
+    param, scale = g.narrow("w"), g.scale("s")
+    parts = [g.call(aten.slice.Tensor, scale, 0, i, i + 1) for i in range(size)]
+    return [g.gathered(g.quantised(param, g.call(aten.cat.default, parts)))]
 
 
 def alternating(g: Nodes, size: int) -> list[fx.Node]:
@@ -133,7 +168,7 @@ def alternating(g: Nodes, size: int) -> list[fx.Node]:
 def coalesced(g: Nodes, size: int) -> list[fx.Node]:
     """All parameters in one gather."""
     start = g.call(C.all_gather_into_tensor_coalesced.default, [g.placeholder(f"w{i}") for i in range(size)], 2, "dp")
-    return [g.call(C.wait_tensor.default, g.call(__import__("operator").getitem, start, i)) for i in range(size)]
+    return [g.call(C.wait_tensor.default, g.call(operator.getitem, start, i)) for i in range(size)]
 
 
 def one_of_each(g: Nodes, group: str) -> fx.Node:
@@ -151,7 +186,65 @@ def subgraphs(g: Nodes, size: int) -> list[fx.Node]:
     return out
 
 
-SHAPES = (chain, joins, accumulated, clipped, scaled, alternating, coalesced, subgraphs)
+def waited(g: Nodes, size: int) -> list[fx.Node]:
+    """Many waits for one reduce-scatter."""
+    start = g.call(C.reduce_scatter_tensor.default, g.placeholder("g"), "avg", 2, "dp")
+    return [g.call(C.wait_tensor.default, start) for _ in range(size)]
+
+
+def groups(g: Nodes, size: int) -> list[fx.Node]:
+    """As many groups as collectives."""
+    return [one_of_each(g, f"group{i}") for i in range(size)]
+
+
+def users(g: Nodes, size: int) -> list[fx.Node]:
+    """Gathers and views of one view."""
+    view = g.call(aten.view.default, g.placeholder("w"), [4, 8])
+    return [g.gathered(view) if i % 2 else g.call(aten.view.default, view, [8, 4]) for i in range(size)]
+
+
+def scattered_at_once(g: Nodes, size: int) -> list[fx.Node]:
+    """All gradients in one reduce-scatter, and all into one operator over lists."""
+    sent = [g.placeholder(f"g{i}") for i in range(size)]
+    start = g.call(C.reduce_scatter_tensor_coalesced.default, sent, "avg", 2, "dp")
+    waits = [g.call(C.wait_tensor.default, g.call(operator.getitem, start, i)) for i in range(size)]
+    updated = g.call(aten._foreach_add.List, [g.placeholder(f"w{i}") for i in range(size)], waits)
+    return [g.call(operator.getitem, updated, i) for i in range(size)]
+
+
+def sizes(g: Nodes, size: int) -> list[fx.Node]:
+    """Gathers along a line that is cut to the size of another input again and again."""
+    value, other, out = g.placeholder("w"), g.placeholder("x"), []
+    for _ in range(size):
+        other = g.call(aten.zeros_like.default, other)
+        value = g.call(aten.slice.Tensor, value, 0, 0, g.call(aten.sym_size.int, other, 0))
+        out.append(g.gathered(value))
+    return out
+
+
+def nested(g: Nodes, size: int) -> list[fx.Node]:
+    """Sub-graphs in sub-graphs."""
+    inner = Nodes()
+    module = inner.module(one_of_each(inner, "dp"))
+    for _ in range(size // 10):
+        outer = Nodes()
+        module = outer.module(outer.run(module, one_of_each(outer, "dp")))
+    return [g.run(module, g.placeholder("x"))]
+
+
+def buffers(g: Nodes, size: int) -> list[fx.Node]:
+    """Gathers into views of one buffer, one of the other."""
+    buffer, out = g.placeholder("buffer"), []
+    for i in range(size):
+        buffer = g.call(aten.view.default, buffer, [4, 8])
+        given = (g.placeholder(f"w{i}"), 2, "dp")
+        start = g.graph.call_function(C.all_gather_into_tensor_out.default, given, {"out": buffer})
+        out.append(g.call(C.wait_tensor.default, g.noted(start)))
+    return out
+
+
+SHAPES = (chain, joins, accumulated, clipped, scaled, late, mixed, alternating, coalesced, subgraphs)
+MORE_SHAPES = (pieces, waited, groups, users, scattered_at_once, sizes, nested, buffers)
 
 
 def built(shape: Callable[[Nodes, int], list[fx.Node]], size: int) -> fx.GraphModule:
@@ -201,13 +294,13 @@ def test_the_groups_of_many_subgraphs(rules: Any) -> None:
 def test_strays(shape: Callable[..., Any]) -> None:
     """A payload on every node but the collectives', as annotated regions leave it."""
 
-    def annotated(g: Nodes, size: int) -> list[fx.Node]:
+    def strays(g: Nodes, size: int) -> list[fx.Node]:
         out = shape(g, size)
         for node in g.graph.nodes:
             annotate(node, payload(PARAM_UNSHARD))
         return out
 
-    assert growth(annotated, classify_report) < AT_MOST
+    assert growth(strays, classify_report) < AT_MOST
 
 
 def test_explicit() -> None:
@@ -223,10 +316,44 @@ def test_explicit() -> None:
     assert len(start_nodes(gm)) == SMALL and not classify_report(gm).structure_built
 
 
+def extended(gm: fx.GraphModule) -> object:
+    return classify_report(gm)
+
+
+def compatible(gm: fx.GraphModule) -> object:
+    return classify_report(gm, rules="compatible")
+
+
+def losses(gm: fx.GraphModule) -> object:
+    return record_losses(snapshot(gm), gm, pass_name="p")
+
+
+ASKED = (extended, compatible, digest, payload_digest, collective_table, losses, normalize)
+
+
+def annotated(gm: fx.GraphModule) -> None:
+    """A payload on every other node that launches nothing, as annotated regions leave it."""
+    for module in graph_modules(gm):
+        for node in list(module.graph.nodes)[::2]:
+            if node.op != "output" and launch_of(node) is None:
+                annotate(node, payload(PARAM_UNSHARD))
+
+
 def work(run: Callable[[], Any]) -> int:
     with counting_work() as done:
         run()
     return done()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=lambda f: f.__name__)
+def test_work(shape: Callable[..., Any]) -> None:
+    """Ten times the nodes take at most twelve times the instructions, whatever is asked."""
+    small, large = built(shape, 40), built(shape, 400)
+    for gm in (small, large):
+        annotated(gm)
+    for asked in ASKED:
+        first, second = work(lambda asked=asked: asked(small)), work(lambda asked=asked: asked(large))
+        assert second <= 12 * first, f"{asked.__name__}: {second / first:.1f} times the work for ten times the nodes"
 
 
 @pytest.mark.parametrize("becomes", ["as many", "one", "none"])

@@ -399,6 +399,35 @@ def test_the_collector_is_left_as_it_was(was_on: bool) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("rules", ["extended", "compatible"])
+def test_a_group_node_without_a_name(rules: Any) -> None:
+    """A gather and an all-reduce given the same node as their group are on one group, whatever its name."""
+    b = Builder()
+    b.root.group, b.root.other = object(), object()
+    group, other = b.graph.get_attr("group"), b.graph.get_attr("other")
+    gathered = b.all_gather(b.placeholder("w"), group=group)
+    same, apart = (b.all_reduce(gathered.wait, group=node) for node in (group, other))
+    b.output(same.wait, apart.wait)
+    known = rules == "extended" or torch_version() >= (2, 13)
+    assert _roles(b.module(), rules) == [PARAM_UNSHARD, GRAD_REPLICATE_REDUCE if known else None, None]
+
+
+def test_operator_packets_are_unknown_to_torch() -> None:
+    """Dynamo's graphs hold packets; torch's heuristics see none of them, as start, wait or all-reduce."""
+    b = Builder()
+    gathered = b.all_gather(b.placeholder("w"))
+    reduced, scattered = b.all_reduce(gathered.wait), b.reduce_scatter(b.placeholder("g"))
+    waited = b.reduce_scatter(b.placeholder("h"))
+    b.output(reduced.wait, scattered.wait, waited.wait)
+    gm = b.module()
+    every = _roles(gm, "extended")
+    assert every == [PARAM_UNSHARD, GRAD_REPLICATE_REDUCE, GRAD_REDUCE_SHARD, GRAD_REDUCE_SHARD]
+    for node in (gathered.start, reduced.start, scattered.start, waited.wait):
+        node.target = node.target.overloadpacket
+    assert _roles(gm, "compatible") == [None] * 4
+    assert _roles(gm, "extended") == every
+
+
 def test_an_all_explicit_graph_imports_no_networkx() -> None:
     code = """
 import sys
