@@ -169,6 +169,8 @@ def _telling(innermost: FrameType) -> list[str]:
         if not generated and any(mark in name for mark in _GENERATED):
             generated = True
             found.append(_line(frame))
+        elif frame.f_lineno == frame.f_code.co_firstlineno and frame.f_code.co_name != "<module>":
+            pass  # the code that Dynamo put in a function's place: it has the function's first line everywhere
         elif not name.startswith((*foreign, "<")) and not any(mark in name for mark in _GENERATED):
             user = True
             found.append(_line(frame))
@@ -179,4 +181,5 @@ def _telling(innermost: FrameType) -> list[str]:
 def _line(frame: FrameType) -> str:
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}: {text[:120]}"
+    file = code.co_filename.partition(" from ")[0]  # FX names the maker of generated code too
+    return f"{file}:{frame.f_lineno} in {code.co_name}: {text.partition(';')[0][:120]}"
