@@ -84,14 +84,14 @@ class Service:
         try:
             rank, ranks = rank_and_ranks()
             run, restart = run_and_restart()
-            board = self._state.board(rank, f"{run}/{restart}")
+            board = self._state.board(rank, run, restart)
             if board is None:
                 return
             every = max(_BEAT, ranks / _RANKS_A_SECOND)
             address = compat.store_address(board.store)
             if address is not None and address.startswith("file:"):
                 every = max(every, _FILE_BEAT)
-            start = {"prefix": board.prefix, "run": run, "restart": restart, "ranks": ranks, "every": every}
+            start = {"prefix": board.prefix, "run": run, "restart": board.start - 1, "ranks": ranks, "every": every}
             board.store.set(NEWEST, json.dumps(start))
             if rank == 0 and address is not None:
                 self._say_where(address)
