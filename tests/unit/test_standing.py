@@ -18,7 +18,7 @@ from collective_identity.standing import Place, Standing
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """One process group, "a", whose sequence number the test moves."""
     counted = {"a": 0}
-    monkeypatch.setattr(compat, "issued", counted.get)
+    monkeypatch.setattr(compat, "issued", lambda name, devices: counted.get(name))
     monkeypatch.setattr(compat, "group_names", lambda: list(counted))
     monkeypatch.setattr(compat, "group_ranks", lambda name: (0, 1))
     return counted
