@@ -50,6 +50,7 @@ def test_a_rank_that_skips_a_collective_is_named_within_ten_seconds(tmp_path: Pa
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_two_hosts_that_began_again_are_watched_alike(tmp_path: Path) -> None:
     """torchrun counts a restart only on the host where a rank failed; the ranks meet all the same, and nothing that
     the first start left is read."""
