@@ -5,9 +5,10 @@ client that knows only its address finds it. Nothing is ever listed: `newest` na
 start, and under that prefix each key can be told in advance or stands in an index. Values are JSON.
 
 `collective_identity/newest`     the prefix below, run id, restart count, number of ranks, seconds between beats
-`{prefix}` is `collective_identity/{job}/{run}/{restart}/{session}`: `job` is drawn once for each process group
-that was initialised, `session` counts the sessions this rank has opened in it. So nothing that an earlier start
-or session left is ever read.
+`{prefix}` is `collective_identity/{job}/{run}/{start}/{session}`: `job` is drawn once for each store (past torch's
+prefixes), `session` counts the sessions this rank has opened in this start. `start` is the restart count, plus one,
+counted here as well: torchrun keeps one store over restarts, and counts a restart only on the host where a rank
+failed. So what an earlier start or session left is not read.
 
   graphs/{rank}                    the index: number, kind, name, digest and cache state of each graph so far
   record/{rank}/{kind}/{tag}/{n}   digests of the rows, whole and by group, for the n-th graph with this kind
@@ -25,6 +26,8 @@ or session left is ever read.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 import uuid
 from collections import Counter
@@ -44,6 +47,11 @@ class Board:
 
     store: Any
     prefix: str
+
+    @property
+    def start(self) -> int:
+        """Which start of the job this is, from 1."""
+        return int(self.prefix.split("/")[-2])
 
     def set(self, key: str, value: object) -> None:
         """Write one value as JSON."""
@@ -89,7 +97,7 @@ class BoardState:
         with self._lock:
             self.unsure += 1
 
-    def board(self, rank: int, run: str) -> Board | None:
+    def board(self, rank: int, run: str, restart: int = 0) -> Board | None:
         """This session's keys, on a connection of their own; None when there is no store. May block.
 
         Every rank must open its sessions in the same order.
@@ -101,8 +109,44 @@ class BoardState:
             if self._prefix is None:
                 job = store.compare_set(f"{ROOT}/job", "", uuid.uuid4().hex[:12]).decode()
                 base = f"{ROOT}/{job}/{run}"
+                base = f"{base}/{start_number(store, base, rank, restart, this_process())}"
                 self._prefix = f"{base}/{store.add(f'{base}/sessions/{rank}', 1)}"
             return Board(compat.root_store(store), self._prefix)
+
+
+def start_number(store: Any, base: str, rank: int, restart: int, process: str) -> int:
+    """1 for a job's first start, 2 for the next, ...: the same on every rank, whatever it did in earlier ones.
+
+    A process that was not there before is a new start of its rank; one that missed earlier starts follows the
+    highest number that any rank has reached, and torchrun's own count where that is ahead.
+
+    Args:
+        store: where the ranks count.
+        base: of the keys.
+        rank: of this process.
+        restart: torchrun's restart count on this host.
+        process: names this process among all that the job ever has.
+    """
+    mine, top = f"{base}/starts/{rank}", f"{base}/starts"
+    known, number = json.loads(store.get(mine)) if store.check([mine]) else ("", 0)
+    process = f"{process}:{restart}"
+    if known == process:
+        return int(number)
+    highest = int(store.get(top)) if store.check([top]) else 0
+    number = max(int(number) + 1, highest, restart + 1)
+    store.set(mine, json.dumps([process, number]))
+    if number > highest:
+        store.set(top, str(number))
+    return number
+
+
+def this_process() -> str:
+    """Host, process id and when the process began: no other process of the job has all three."""
+    try:
+        began = os.stat(f"/proc/{os.getpid()}").st_ctime_ns
+    except OSError:  # not Linux
+        began = 0
+    return f"{socket.gethostname()}:{os.getpid()}:{began}"
 
 
 def spell(ranks: Sequence[int]) -> str:

@@ -86,8 +86,8 @@ FAULTS = (
 )
 """Kinds of difference. "other_order": equal collectives, another order. "swapped_groups": equal but for the
 groups they run on. "missing_collective": equal but for collectives that one rank has and the other has not.
-"other_role", "other_reduce_op", "other_field": as many, and the first that differs does so there.
-"other_graph": the graph itself, or an option, is another, or one rank compiled a graph more."""
+"other_role", "other_reduce_op", "other_field": the first that differs does so there. "other_graph": the graph itself,
+or an option, is another: one rank compiled a graph more, or not the one its peers compiled."""
 
 
 def fault_of(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], field: str) -> str:
@@ -103,7 +103,7 @@ def fault_of(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], f
     rest = iter(long)
     if all(row in rest for row in short):  # a subsequence: each is found after the one before it
         return "missing_collective"
-    return {"role": "other_role", "reduce_op": "other_reduce_op"}.get(field, "missing_collective")
+    return {"role": "other_role", "reduce_op": "other_reduce_op"}.get(field, "other_graph")
 
 
 def _texts(rows: Sequence[dict[str, Any]], without: str = "") -> list[str]:

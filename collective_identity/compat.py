@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -218,21 +218,34 @@ def group_names() -> list[str]:
         return []
 
 
-def issued(name: str) -> int | None:
+def counting_devices(name: str) -> tuple[torch.device, ...]:
+    """One device for each backend of the named group, to read the backend's count by; none when it is not there."""
+    try:
+        group = _resolver()(name)
+        return tuple({group._get_backend(device).name(): device for device in group._device_types}.values())
+    except Exception:  # destroyed meanwhile, or a torch built without distributed
+        return ()
+
+
+def issued(name: str, devices: Sequence[torch.device]) -> int | None:
     """Collectives this process has issued on the named group since it was made; None when it is not there.
 
-    The sequence numbers of its backends, which are plain counters: reading one (2 us) launches nothing and
-    waits for nothing. One collective counts one; under gloo a coalesced reduce-scatter counts its tensors
-    (seen on 2.11-2.15). Private in PyTorch 2.11-2.15 (``torch/csrc/distributed/c10d/init.cpp``).
+    The sequence numbers of its backends (`counting_devices`), which are plain counters: reading one launches nothing
+    and waits for nothing. One collective counts one; under gloo a coalesced reduce-scatter counts its tensors (seen
+    on 2.11-2.14). Private in PyTorch 2.11-2.15 (``torch/csrc/distributed/c10d/init.cpp``).
     """
     try:
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
-        group: Any = _resolve_process_group(name)  # type: ignore[arg-type]
-        backends = {b.name(): b for b in map(group._get_backend, group._device_types)}
-        return sum(int(b._get_sequence_number_for_group()) for b in backends.values())
+        group = _resolver()(name)
+        return sum(group._get_backend(device)._get_sequence_number_for_group() for device in devices)
     except Exception:  # destroyed meanwhile, or a backend that does not count
         return None
+
+
+@functools.cache
+def _resolver() -> Any:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group
 
 
 def recent_operations(keep: int = 32) -> dict[str, list[list[Any]]]:

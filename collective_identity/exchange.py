@@ -59,7 +59,8 @@ class Exchange:
         self.graph = f"{kind} graph {name}".rstrip()
         self.rows = () if cached else tuple(rows)
         self.digests = digests(self.rows)
-        self._job = run if run is not None else "/".join(map(str, run_and_restart()))
+        run_id, self._restart = run_and_restart()
+        self._run = run_id if run is None else run
         self._n = state.next("record", kind, tag)
         used = dict.fromkeys(row.group for row in rows if row.group is not None) | dict.fromkeys(groups or ())
         self.members: dict[str, tuple[int, ...]] = {}  # group -> its ranks
@@ -81,7 +82,7 @@ class Exchange:
     def board(self) -> Board | None:
         """This session's keys, on a connection of this exchange's own. May block."""
         if self._board is None:
-            self._board = self.state.board(self.rank, self._job)
+            self._board = self.state.board(self.rank, self._run, self._restart)
         return self._board
 
     def publish(self, board: Board) -> None:

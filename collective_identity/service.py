@@ -58,7 +58,10 @@ class Service:
         """Begin, if this process is one of several ranks; True when the thread runs."""
         with self._lock:
             if self._thread is None and not self._stop and no_real_group() is None:
-                self._thread = threading.Thread(target=self._run, name="collective_identity.service", daemon=True)
+                place = rank_and_ranks()
+                self._thread = threading.Thread(
+                    target=self._run, args=place, name="collective_identity.service", daemon=True
+                )
                 self._thread.start()
                 # A daemon thread must not be inside the store while the interpreter is taken down.
                 atexit.register(self.close)
@@ -80,18 +83,17 @@ class Service:
             thread.join(_PATIENCE)
             atexit.unregister(self.close)
 
-    def _run(self) -> None:
+    def _run(self, rank: int, ranks: int) -> None:
         try:
-            rank, ranks = rank_and_ranks()
             run, restart = run_and_restart()
-            board = self._state.board(rank, f"{run}/{restart}")
+            board = self._state.board(rank, run, restart)
             if board is None:
                 return
             every = max(_BEAT, ranks / _RANKS_A_SECOND)
             address = compat.store_address(board.store)
             if address is not None and address.startswith("file:"):
                 every = max(every, _FILE_BEAT)
-            start = {"prefix": board.prefix, "run": run, "restart": restart, "ranks": ranks, "every": every}
+            start = {"prefix": board.prefix, "run": run, "restart": board.start - 1, "ranks": ranks, "every": every}
             board.store.set(NEWEST, json.dumps(start))
             if rank == 0 and address is not None:
                 self._say_where(address)

@@ -57,7 +57,7 @@ class Standing:
         self._calls: deque[Call] = deque(maxlen=_KEPT)
         self._counts: Counter[int] = Counter()
         self._doing: dict[object, str] = {}
-        self._members: dict[str, str] = {}
+        self._groups: dict[str, tuple[str, tuple[torch.device, ...]]] = {}  # its members, what to read its count by
 
     def call(
         self,
@@ -77,14 +77,14 @@ class Standing:
 
     def enter(self, place: Place) -> Call:
         """A graph begins to run in this thread."""
-        call = Call(place.graph, self._counts[place.graph], threading.get_ident(), _issued(place.groups))
+        call = Call(place.graph, self._counts[place.graph], threading.get_ident(), self._issued(place.groups))
         self._counts[place.graph] += 1
         self._calls.append(call)
         return call
 
     def leave(self, call: Call, place: Place) -> None:
         """It has issued all its collectives."""
-        call.out = _issued(place.groups)
+        call.out = self._issued(place.groups)
 
     def doing(self, key: object, what: str | None) -> None:
         """This rank is busy with something that is no graph; None ends it."""
@@ -97,10 +97,8 @@ class Standing:
         """Where this rank stands now, as JSON values. `groups`: by name, how many collectives it has issued and who
         the members are."""
         groups: dict[str, list[Any]] = {}
-        for name in compat.group_names():
-            count = compat.issued(name)
-            if count is not None:
-                groups[name] = [count, self._spelled(name)]
+        for name, count in self._issued(compat.group_names()).items():
+            groups[name] = [count, self._group(name)[0]]
         calls = [{"graph": c.graph, "call": c.n, "at": c.at, "out": c.out} for c in list(self._calls)]
         return {"doing": list(self._doing.values()), "calls": calls, "groups": groups}
 
@@ -135,15 +133,16 @@ class Standing:
         node.register_prehook(begins)
         node.register_hook(ends)
 
-    def _spelled(self, name: str) -> str:
-        if name not in self._members:
-            self._members[name] = spell(compat.group_ranks(name) or ())
-        return self._members[name]
+    def _group(self, name: str) -> tuple[str, tuple[torch.device, ...]]:
+        known = self._groups.get(name)
+        if known is None:
+            known = spell(compat.group_ranks(name) or ()), compat.counting_devices(name)
+            self._groups[name] = known
+        return known
 
-
-def _issued(groups: Sequence[str]) -> dict[str, int]:
-    counts = {name: compat.issued(name) for name in groups}
-    return {name: count for name, count in counts.items() if count is not None}
+    def _issued(self, groups: Sequence[str]) -> dict[str, int]:
+        counts = {name: compat.issued(name, self._group(name)[1]) for name in groups}
+        return {name: count for name, count in counts.items() if count is not None}
 
 
 def _backward_node(result: Any) -> Any:
@@ -169,6 +168,8 @@ def _telling(innermost: FrameType) -> list[str]:
         if not generated and any(mark in name for mark in _GENERATED):
             generated = True
             found.append(_line(frame))
+        elif frame.f_lineno == frame.f_code.co_firstlineno and frame.f_code.co_name != "<module>":
+            pass  # the code that Dynamo put in a function's place: it has the function's first line everywhere
         elif not name.startswith((*foreign, "<")) and not any(mark in name for mark in _GENERATED):
             user = True
             found.append(_line(frame))
@@ -179,4 +180,5 @@ def _telling(innermost: FrameType) -> list[str]:
 def _line(frame: FrameType) -> str:
     code = frame.f_code
     text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}: {text[:120]}"
+    file = code.co_filename.partition(" from ")[0]  # FX names the maker of generated code too
+    return f"{file}:{frame.f_lineno} in {code.co_name}: {text.partition(';')[0][:120]}"

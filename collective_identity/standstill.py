@@ -54,7 +54,7 @@ class Seen:
             graph = self.graphs.get(opened[-1]["graph"])
             place = f"is in {_named(graph)}, call {opened[-1]['call']}"
         frames = self.record["frames"]
-        text = f"{place}; {frames[-1]}" if frames else place
+        text = "; called by ".join([f"{place}; {frames[0]}", *frames[1:]]) if frames else place
         return f"{text} (no sign of life since)" if self.silent else text
 
 
@@ -95,8 +95,7 @@ class Finding:
     detail: str = ""
 
     def __str__(self) -> str:
-        one = len(self.ranks) == 1
-        who = f"rank {self.ranks[0]} has" if one else f"ranks {spell(self.ranks)} have"
+        who = _said(self.ranks, "has", "have")
         on = f"group {self.group!r} (ranks {self.members})"
         if self.kind == "skipped":
             return f"{who} skipped collectives on {on}: {self.detail}"
@@ -104,7 +103,7 @@ class Finding:
             return f"{who} issued another operation than the others on {on}, {self.collective}: {self.detail}"
         if self.kind == "unfinished":
             return f"all of {on} have issued {self.collective}, and it does not end"
-        return f"{who} not issued what ranks {spell(self.waiting)} wait for on {on}: {self.collective}"
+        return f"{who} not issued what {_said(self.waiting, 'waits', 'wait')} for on {on}: {self.collective}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +241,10 @@ def _in_it(one: Seen, group: str, number: int) -> bool:
 
 def _telling(collective: Collective) -> tuple[bool, bool]:
     return collective.row is not None, collective.graph is not None
+
+
+def _said(ranks: Sequence[int], one: str, several: str) -> str:
+    return f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {spell(ranks)} {several}"
 
 
 def _named(graph: Graph | None) -> str:

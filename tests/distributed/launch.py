@@ -17,6 +17,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -177,6 +178,50 @@ def run_script(
         what = f"no end after {timeout} s" if expired else f"exit code {exit_code}"
         raise LaunchError(_tails(f"{script}: {what}\n{_tail(launcher_log)}", outcomes))
     return ScriptOutcome(exit_code, streams[0][0], tuple(o.log for o in outcomes), launcher_log)
+
+
+def run_hosts(
+    script: str | Path, hosts: Sequence[str], ranks: int, argv: Sequence[str] = (), *, timeout: float, restarts: int = 0
+) -> list[str]:
+    """Run `script argv` under one torchrun per loopback address in `hosts`, `ranks` processes each, as on so many
+    hosts that find each other by address; what each torchrun and its ranks said.
+
+    Raises `LaunchError` at the deadline, and on an exit code other than 0.
+    """
+    mark = uuid.uuid4().hex
+    work = Path(tempfile.mkdtemp(prefix="launch-"))
+    with socket.socket() as probe:
+        probe.bind((hosts[0], 0))
+        endpoint = f"{hosts[0]}:{probe.getsockname()[1]}"
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, host in enumerate(hosts):
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
+            command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.2"]
+            command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={mark}"]
+            command += [f"--rdzv-conf=is_host={number == 0}", f"--local-addr={host}", str(script), *argv]
+            with open(work / f"log{number}", "wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        cwd=REPOSITORY,
+                        env=_environment(mark, work / "inductor", {"GLOO_SOCKET_IFNAME": "lo"}),
+                        start_new_session=True,
+                    )
+                )
+        expired = not _wait(processes, timeout, 20.0)
+        codes = [process.poll() for process in processes]
+        logs = [(work / f"log{number}").read_text(errors="replace") for number in range(len(hosts))]
+    finally:
+        _kill(mark, processes)
+        shutil.rmtree(work, ignore_errors=True)
+    if expired or any(codes):
+        what = f"no end after {timeout} s" if expired else f"exit codes {codes}"
+        raise LaunchError("\n".join([f"{script}: {what}", *map(_tail, logs)]))
+    return logs
 
 
 def _environment(mark: str, cache: Path, extra: Mapping[str, str] | None) -> dict[str, str]:
