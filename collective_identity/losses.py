@@ -68,7 +68,11 @@ def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str)
     Returns:
         Every loss, in the order of ``before``.
     """
-    after = snapshot(gm)
+    with compat.collector_paused():
+        return _recorded(before, snapshot(gm), pass_name)
+
+
+def _recorded(before: Sequence[Seen], after: Sequence[Seen], pass_name: str) -> tuple[Loss, ...]:
     match = matches(before, after)
     losses: dict[int, Loss] = {}  # by place in ``before``: names repeat across sub-graphs
     vanished: dict[_Signature, list[tuple[int, Seen]]] = defaultdict(list)
