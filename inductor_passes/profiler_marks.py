@@ -17,9 +17,8 @@ _SCOPE = "_identity_scope"
 
 def mark_kernel(kernel: Any, origins: list[fx.Node]) -> None:
     """Put a range (`collective_identity.profiling`) around a kernel that launches a collective with an identity."""
-    operator = getattr(kernel, "op_overload", None)
-    if operator is not None and not is_launch_operator(operator):
-        return  # a wait, or a view, that comes from the same nodes
+    if not is_launch_operator(getattr(kernel, "op_overload", None)):
+        return  # a wait, or one output of several, that comes from the same nodes
     found = {identity for node in origins if launch_of(node) is not None and (identity := identity_of(node))}
     if len(found) != 1:
         return

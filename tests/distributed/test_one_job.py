@@ -27,7 +27,8 @@ def test_one_report_covers_all(tmp_path: Path) -> None:
     assert report["ranks"] == len(report["by_rank"]) == 2 and report["differences"] == []
     lite = {graph["lite"] for graph in report["graphs"] if graph["state"] == "compiled"}
     assert lite == {"off", "full"}, "both compiles are in the one report"
-    assert all(c["expected"] == c["captured"] == c["explicit"] for c in report["coverage"])
+    assert all(c["captured"] == c["explicit"] > 0 for c in report["coverage"])
+    assert all(c["expected"] in (None, c["captured"]) for c in report["coverage"]), "re-gathers may be unknown"
     merged = [g for g in report["graphs"] if g["lite"] == "off" and any(p["name"] == "bucket" for p in g["passes"])]
     assert merged and all(sum(g["after"].values()) < sum(g["captured"].values()) for g in merged)
     assert "CI042" in {warned["code"] for warned in report["warnings"]}, "lite mode is said"
