@@ -27,6 +27,7 @@ from . import compat
 from .board import spell
 
 _KEPT: Final = 16  # calls that are remembered
+_UNKNOWN: Final = -1  # no graph has this number
 _BACKWARD: Final = "CompiledFunctionBackward"
 _GENERATED: Final = ("<eval_with_key>", "torchinductor")  # where compiled graphs have their Python code
 
@@ -48,6 +49,7 @@ class Call:
     thread: int
     at: dict[str, int]
     out: dict[str, int] | None = None
+    late: Callable[[], Place | None] | None = None  # which graph it is, once a backward compiled in this call is known
 
 
 class Standing:
@@ -57,6 +59,7 @@ class Standing:
         self._calls: deque[Call] = deque(maxlen=_KEPT)
         self._counts: Counter[int] = Counter()
         self._doing: dict[object, str] = {}
+        self._lock = threading.Lock()
         self._groups: dict[str, tuple[str, tuple[torch.device, ...]]] = {}  # its members, what to read its count by
 
     def call(
@@ -71,7 +74,7 @@ class Standing:
         try:
             result = compiled(*args)
         finally:
-            self.leave(call, here)
+            self.leave(call)
         self._follow(result, backward)
         return result
 
@@ -82,9 +85,9 @@ class Standing:
         self._calls.append(call)
         return call
 
-    def leave(self, call: Call, place: Place) -> None:
+    def leave(self, call: Call) -> None:
         """It has issued all its collectives."""
-        call.out = self._issued(place.groups)
+        call.out = self._issued(tuple(call.at))
 
     def doing(self, key: object, what: str | None) -> None:
         """This rank is busy with something that is no graph; None ends it."""
@@ -99,6 +102,7 @@ class Standing:
         groups: dict[str, list[Any]] = {}
         for name, count in self._issued(compat.group_names()).items():
             groups[name] = [count, self._group(name)[0]]
+        self._name_late_calls()
         calls = [{"graph": c.graph, "call": c.n, "at": c.at, "out": c.out} for c in list(self._calls)]
         return {"doing": list(self._doing.values()), "calls": calls, "groups": groups}
 
@@ -119,19 +123,33 @@ class Standing:
         node = _backward_node(result)
         if node is None:
             return
-        open_calls: list[tuple[Call, Place]] = []
+        open_calls: list[Call] = []
 
         def begins(_: Any) -> None:
             place = backward()
             if place is not None:
-                open_calls.append((self.enter(place), place))
+                open_calls.append(self.enter(place))
+            else:  # it compiles now, in its first call
+                at = self._issued(compat.group_names())
+                call = Call(_UNKNOWN, 0, threading.get_ident(), at, late=backward)
+                self._calls.append(call)
+                open_calls.append(call)
 
         def ends(*_: Any) -> None:
             if open_calls:
-                self.leave(*open_calls.pop())
+                self.leave(open_calls.pop())
+                self._name_late_calls()
 
         node.register_prehook(begins)
         node.register_hook(ends)
+
+    def _name_late_calls(self) -> None:
+        with self._lock:
+            for call in list(self._calls):
+                place = call.late() if call.late is not None else None
+                if place is not None:
+                    call.graph, call.n, call.late = place.graph, self._counts[place.graph], None
+                    self._counts[place.graph] += 1
 
     def _group(self, name: str) -> tuple[str, tuple[torch.device, ...]]:
         known = self._groups.get(name)
