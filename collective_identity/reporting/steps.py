@@ -37,6 +37,7 @@ MALFORMED = frozenset(
         codes.ROLE_TRANSPORT,
         codes.GROUP_MISMATCH,
         codes.SEQ_NR_COPY,
+        codes.BACKWARD_ONLY,
     )
 )
 """Codes of a payload that counts as absent."""
@@ -110,9 +111,13 @@ class Graph:
         return "regather" if backward else "forward"
 
     def marked(self, wanted: frozenset[str], absence: str) -> dict[str, str]:
-        """Node → code for the nodes that an event with such a code or a row with such an absence names."""
+        """Node → code for the nodes that an event with such a code or a row with such an absence names.
+
+        What normalisation dropped because it was malformed or in conflict counts as that.
+        """
         rows = (*(self.captured or ()), *(self.finish.rows if self.finish else ()))
-        found = {row.node: row.code or "" for row in rows if row.absence == absence}
+        others = (MALFORMED | DROPPED | CONFLICT) - wanted
+        found = {row.node: row.code or "" for row in rows if row.absence == absence and row.code not in others}
         found.update(
             {event.node or f"({event.detail})": event.code for event in self.events if event.code in wanted}
         )

@@ -88,7 +88,7 @@ def copies_the_first(gm: fx.GraphModule) -> None:
 
 PLANTS: dict[str, tuple[Callable[..., torch.Tensor], list[Any], str, str, str]] = {
     "role against transport": (role_against_transport, [], "malformed", "CI006", "all_gather"),
-    "two producers": (two_producers, [], "conflict", "CI013", "wait"),
+    "two producers": (two_producers, [], "conflict", "CI013", "all_gather"),
     "a pass that drops": (two_gathers, [drops], "lost", "CI033", "all_gather"),
     "a pass that copies the first": (two_gathers, [copies_the_first], "lost", "CI033", "all_gather_into_tensor_1"),
 }
