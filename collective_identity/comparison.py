@@ -98,7 +98,8 @@ def fault_of(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], f
     if sorted(ours) == sorted(other):
         return "other_order"
     if len(ours) == len(other):
-        return {"role": "other_role", "reduce_op": "other_reduce_op"}.get(field, "other_field")
+        named = {"role": "other_role", "reduce_op": "other_reduce_op", "transport": "other_graph"}
+        return named.get(field, "other_field")
     short, long = sorted((ours, other), key=len)
     rest = iter(long)
     if all(row in rest for row in short):  # a subsequence: each is found after the one before it

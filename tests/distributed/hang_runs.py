@@ -22,10 +22,9 @@ SKIPPED_CALL = 2
 """The call of the forward graph in which the last rank skips its all-reduce."""
 
 
-def functional(x: torch.Tensor, name: str) -> torch.Tensor:
+def functional(x: torch.Tensor, name: str, ranks: int) -> torch.Tensor:
     """Gather, multiply, reduce: three collectives, the last an all-reduce."""
     ops = torch.ops._c10d_functional
-    ranks = dist.get_world_size()
     whole = ops.wait_tensor(ops.all_gather_into_tensor(x, ranks, name))
     part = ops.wait_tensor(ops.reduce_scatter_tensor(whole * 2, "sum", ranks, name))
     total: torch.Tensor = ops.wait_tensor(ops.all_reduce(part, "sum", name))
@@ -68,7 +67,7 @@ def train_until_it_hangs(rank: int, ranks: int, folder: str, watching: bool) -> 
             if library is not None:
                 flag.set()
             Path(folder, f"hangs{rank}").write_text(str(time.time()))
-        step(torch.ones(4), name)
+        step(torch.ones(4), name, ranks)
     dist.barrier(group=everyone)
     session.close()
     raise AssertionError(f"rank {rank}: expected to hang, did not")
@@ -112,7 +111,8 @@ def begin_again(rank: int, ranks: int, folder: Path) -> None:
         return
     if rank == ranks - 1:
         with ci.enable(agreement_timeout=0.5):
-            compiled()(torch.ones(1), dist.new_group([rank], use_local_synchronization=True).group_name)
+            alone = dist.new_group([rank], use_local_synchronization=True)
+            compiled()(torch.ones(1), alone.group_name, 1)
         (folder / "failed").touch()
         os._exit(3)
     time.sleep(600)  # until torchrun ends this process

@@ -64,6 +64,14 @@ def extra_graph(x: torch.Tensor, a: str, b: str) -> torch.Tensor:
     return gather(gather(x, a), a)
 
 
+def first_stage(x: torch.Tensor, a: str, b: str) -> torch.Tensor:
+    return reduce(x * 2, a)
+
+
+def second_stage(x: torch.Tensor, a: str, b: str) -> torch.Tensor:
+    return reduce(reduce(x, a) * 2, a)
+
+
 FAULTS: dict[str, tuple[Function, Function]] = {
     "swapped_groups": (right, swapped_groups),
     "other_reduce_op": (right, other_reduce_op),
@@ -116,7 +124,7 @@ def plant(rank: int, ranks: int) -> dict[str, Any]:
         dist.barrier()
     with ci.enable(agreement_timeout=20) as handle:  # stages: each its own graph, on its own group
         pair = pairs[rank // 2].group_name
-        compiled(right if rank < 2 else missing_collective)(x, pair, pair)
+        compiled(first_stage if rank < 2 else second_stage)(x, pair, pair)
         compiled(right)(x, a, b)
         seen["stages"] = verdicts(handle)
     dist.barrier()

@@ -36,7 +36,7 @@ def named(outcome: dict[str, Any], ranks: int) -> None:
     assert f"collective 2 of 3 in {at['graph']}, call {SKIPPED_CALL}" in outcome["text"]
     where = {one["rank"]: one["where"] for one in found["by_rank"]}
     assert all("hang_runs.py" in where[rank] for rank in range(ranks)), where
-    assert "step(torch.ones(4), name)" in where[0] and "wait_tensor" in where[0], where
+    assert "step(torch.ones(4), name, ranks)" in where[0] and "wait_tensor" in where[0], where
     assert "barrier" in where[last] and "is outside every graph" in where[last], where
     assert all(f"is in {at['graph']}, call {SKIPPED_CALL}" in where[rank] for rank in others), where
 
