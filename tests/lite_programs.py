@@ -5,9 +5,9 @@ mixed dtypes, dynamic shapes, collectives (a one-rank gloo group). Programs are 
 cost of a compile; a bundle that differs is run one by one, and the seed of each program that differs is printed.
 Every third bundle is compiled for any size and run on two.
 
-``aot_eager`` has two faults of torch's own. With the merging of equal operators it takes two draws of ``randn_like`` for
-one until torch 2.14 (docs/upstream/cse-random-like.md). Without it, more often than with it, the gradient of a copied
-buffer that is mutated later uses the mutated values (docs/upstream/mutated-buffer.md). So a program is compared
+``aot_eager`` has two faults of torch's own. With the merging of equal operators it takes two draws of ``randn_like``
+for one until torch 2.14 (docs/upstream/cse-random-like.md). Without it, more often than with it, the gradient of a
+copied buffer that is mutated later uses the mutated values (docs/upstream/mutated-buffer.md). So a program is compared
 without merging, and if it mutates its buffer and differs, with it.
 """
 
