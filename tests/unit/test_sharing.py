@@ -97,6 +97,7 @@ def test_a_rank_stops_for_two_others_that_differ(ranks: Ranks) -> None:
 def test_the_next_start_reads_nothing_of_the_one_before(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.run(lambda rank: graph([row(numel=1)], timeout=0.2), 0, 1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert [one.status for one in ranks.run(lambda rank: graph([row(numel=2)]))] == ["agreed"] * 4
 
 
