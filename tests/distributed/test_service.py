@@ -58,7 +58,8 @@ def test_a_graph_that_nobody_else_has_is_a_warning_that_names_who_is_missing(pla
 @pytest.mark.long
 def test_eight_ranks_one_killed_one_late_one_warm(tmp_path: Path) -> None:
     """Nobody hangs; the killed rank alone is missing at the bound; the late one and the warm one are compared."""
-    outcomes = launch(service_runs.in_trouble, 8, str(tmp_path), timeout=400, store="tcp", check=False)
+    env = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0"}
+    outcomes = launch(service_runs.in_trouble, 8, str(tmp_path), timeout=400, store="tcp", check=False, env=env)
     for outcome in outcomes:
         if outcome.rank == service_runs.KILLED:
             assert outcome.exit_code == -9
