@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._dynamo.utils import counters
 
 import collective_identity as ci
 from collective_identity import Identity, Source
@@ -192,6 +191,5 @@ def in_trouble(rank: int, ranks: int, folder: str) -> dict[str, Any]:
         "second": second,
         "cached": cached,
         "ended": ended,
-        "cache": dict(counters["aot_autograd"]),
         "seconds": time.monotonic() - began,
     }
