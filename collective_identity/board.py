@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from . import compat
+from .job import store_outlives_restarts
 
 ROOT: Final = "collective_identity"
 NEWEST: Final = f"{ROOT}/newest"
@@ -47,11 +48,6 @@ class Board:
 
     store: Any
     prefix: str
-
-    @property
-    def start(self) -> int:
-        """Which start of the job this is, from 1."""
-        return int(self.prefix.split("/")[-2])
 
     def set(self, key: str, value: object) -> None:
         """Write one value as JSON."""
@@ -109,7 +105,8 @@ class BoardState:
             if self._prefix is None:
                 job = store.compare_set(f"{ROOT}/job", "", uuid.uuid4().hex[:12]).decode()
                 base = f"{ROOT}/{job}/{run}"
-                base = f"{base}/{start_number(store, base, rank, restart, this_process())}"
+                counted = restart if store_outlives_restarts() else 0
+                base = f"{base}/{start_number(store, base, rank, counted, this_process())}"
                 self._prefix = f"{base}/{store.add(f'{base}/sessions/{rank}', 1)}"
             return Board(compat.root_store(store), self._prefix)
 
@@ -124,7 +121,7 @@ def start_number(store: Any, base: str, rank: int, restart: int, process: str) -
         store: where the ranks count.
         base: of the keys.
         rank: of this process.
-        restart: torchrun's restart count on this host.
+        restart: torchrun's restart count on this host; 0 for a store that is new in each start.
         process: names this process among all that the job ever has.
     """
     mine, top = f"{base}/starts/{rank}", f"{base}/starts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -176,9 +176,9 @@ class Exchange:
 
     def _look(self, board: Board, peer: int, deadline: float) -> bool:
         """True when this peer needs no more waiting for; raises on a difference."""
-        shared = [group for group, ranks in self.members.items() if peer in ranks]
         record = board.get(self._key("record", peer))
         if record is not None:
+            shared = self._shared(peer, record["digests"])
             if not self.cached and not record["cached"] and self._may_differ(shared, record["digests"]):
                 theirs = board.rows(record["digests"][WHOLE]) or []
                 self._compare(board, peer, shared, theirs, deadline)
@@ -201,6 +201,11 @@ class Exchange:
                     if mine != theirs:
                         self._differ(board, deadline, "other_graph", peer, group, field, mine, theirs)
         return board.has(f"cached/{peer}/{self.tag}/{self._n}")
+
+    def _shared(self, peer: int, theirs: Iterable[str]) -> list[str]:
+        """Groups that both ranks are in and that either's rows run on."""
+        both = {group: compat.group_ranks(group) or () for group in theirs if group != WHOLE} | self.members
+        return [group for group, ranks in both.items() if peer in ranks and self.rank in ranks]
 
     def _may_differ(self, shared: Sequence[str], theirs: Mapping[str, str]) -> bool:
         """False when the digests prove the pair equal; on one shared group that group's, else the whole's."""

@@ -19,6 +19,14 @@ def run_and_restart() -> tuple[str, int]:
     return os.environ.get("TORCHELASTIC_RUN_ID", ""), _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
+def store_outlives_restarts() -> bool:
+    """Whether torchrun's agent serves the job's store, and keeps it over restarts; else rank 0 serves a new one.
+
+    PyTorch 2.11-2.15 ``distributed/elastic/rendezvous/dynamic_rendezvous.py``, ``static_tcp_rendezvous.py``.
+    """
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _number(variable: str, default: int) -> int:
     try:
         return int(os.environ.get(variable, ""))

@@ -93,7 +93,7 @@ class Service:
             address = compat.store_address(board.store)
             if address is not None and address.startswith("file:"):
                 every = max(every, _FILE_BEAT)
-            start = {"prefix": board.prefix, "run": run, "restart": board.start - 1, "ranks": ranks, "every": every}
+            start = {"prefix": board.prefix, "run": run, "restart": restart, "ranks": ranks, "every": every}
             board.store.set(NEWEST, json.dumps(start))
             if rank == 0 and address is not None:
                 self._say_where(address)

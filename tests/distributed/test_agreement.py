@@ -328,7 +328,7 @@ def run_restarted(rank: int, ranks: int) -> list[str]:
     if rank == 0:
         statuses.append(attempt((row(numel=10),), timeout=0.3, state=AgreementState())["status"])
     dist.barrier()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    os.environ.update(TORCHELASTIC_RESTART_COUNT="1", TORCHELASTIC_USE_AGENT_STORE="True")
     statuses.append(attempt((row(numel=11),), state=AgreementState())["status"])
     return statuses
 

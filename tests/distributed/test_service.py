@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed import service_runs
 from tests.distributed.launch import launch
+from tests.distributed.test_cache import CACHES_ON
 
 PLACES = {  # fault -> field and position of the first difference
     "swapped_groups": ("group", 0),
@@ -58,7 +59,9 @@ def test_a_graph_that_nobody_else_has_is_a_warning_that_names_who_is_missing(pla
 @pytest.mark.long
 def test_eight_ranks_one_killed_one_late_one_warm(tmp_path: Path) -> None:
     """Nobody hangs; the killed rank alone is missing at the bound; the late one and the warm one are compared."""
-    outcomes = launch(service_runs.in_trouble, 8, str(tmp_path), timeout=400, store="tcp", check=False)
+    outcomes = launch(
+        service_runs.in_trouble, 8, str(tmp_path), timeout=400, store="tcp", check=False, env=CACHES_ON
+    )
     for outcome in outcomes:
         if outcome.rank == service_runs.KILLED:
             assert outcome.exit_code == -9

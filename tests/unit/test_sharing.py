@@ -69,6 +69,13 @@ def test_swapped_groups_are_told_from_another_order(ranks: Ranks) -> None:
     assert {one.fault for one in found} == {"swapped_groups"}
 
 
+def test_a_rank_sees_what_it_lacks_on_a_group_that_its_graph_does_not_use(ranks: Ranks) -> None:
+    ranks.groups |= {"1": ranks.groups["0"], "2": (0, 1)}
+    whole = [row(), row(group="1", numel=8), row(group="2")]
+    found = ranks.run(lambda rank: graph([row()] if rank == 3 else whole[: 3 if rank < 2 else 2]))
+    assert [(one.fault, one.position, one.relayed_to) for one in found] == [("missing_collective", 1, None)] * 4
+
+
 def test_a_late_rank_is_waited_for_and_one_that_never_comes_is_a_warning(ranks: Ranks) -> None:
     def one(rank: int) -> Any:
         if rank == 3:
@@ -97,6 +104,7 @@ def test_a_rank_stops_for_two_others_that_differ(ranks: Ranks) -> None:
 def test_the_next_start_reads_nothing_of_the_one_before(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.run(lambda rank: graph([row(numel=1)], timeout=0.2), 0, 1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert [one.status for one in ranks.run(lambda rank: graph([row(numel=2)]))] == ["agreed"] * 4
 
 
