@@ -155,6 +155,7 @@ def by_hand(rank: int, ranks: int, folder: str, roles: tuple[str, ...]) -> dict[
     return found
 
 
+@pytest.mark.long
 def test_a_changed_role_misses(tmp_path: Path) -> None:
     """The code of both graphs is the same; the role is in the metadata alone."""
     roles = (PARAM_UNSHARD, "user.weights")
@@ -165,6 +166,7 @@ def test_a_changed_role_misses(tmp_path: Path) -> None:
     assert launch(by_hand, 2, str(tmp_path), roles, env=CACHES_ON, timeout=200) == [{roles[0]: hit, roles[1]: miss}] * 2
 
 
+@pytest.mark.long
 def test_another_package_version_or_world_size_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The packages copied elsewhere are the same program; with another version they are another."""
 

@@ -62,6 +62,7 @@ def test_expert_parallel_experts_with_a_mesh_of_their_own() -> None:
         check_report("experts", found["report"])
 
 
+@pytest.mark.long
 def test_inductor_trains_within_rounding() -> None:
     results = launch(runs.compare, 2, "TWO_RANKS", ("uneven",), {"inner": "inductor"}, timeout=600)[0]
     assert results["uneven"]["loss"] <= 1e-5

@@ -168,13 +168,13 @@ def test_doctor_names_what_was_wrapped_and_what_does_not_work(monkeypatch: pytes
     (entry,) = [e for e in before["checks"] if e["check"] == "attributes of torch that were wrapped"]
     assert (entry["ok"], entry["found"]) == (True, "none")
     monkeypatch.setattr(passes, "is_fsdp_all_gather_wait", lambda node: False)
-    monkeypatch.setattr(torch._inductor.config, "cpp_wrapper", True)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    after = json.loads(call("doctor", "--json").output)
+    with torch._inductor.config.patch(cpp_wrapper=True):  # monkeypatch would leave it deleted
+        after = json.loads(call("doctor", "--json").output)
+        assert "unsupported here: roles in profiles" in call("doctor").output
     (entry,) = [e for e in after["checks"] if e["check"] == "attributes of torch that were wrapped"]
     assert "torch._inductor.fx_passes.fsdp.is_fsdp_all_gather_wait (from" in entry["found"]
     assert "test_cli" in entry["found"]
     new = set(after["unsupported"]) - set(before["unsupported"])
     assert any("cpp_wrapper" in text for text in new) and any("C++ compiler" in text for text in after["unsupported"])
-    assert "unsupported here: roles in profiles" in call("doctor").output
