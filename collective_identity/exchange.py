@@ -192,8 +192,8 @@ class Exchange:
                 if kind == self.kind and tag != self.tag:  # other models: say in which collective, if in one
                     other = board.get(self._key("record", peer, tag))
                     found = None if other is None or not self.rows else board.rows(other["digests"][WHOLE])
-                    if found:
-                        self._compare(board, peer, shared, found, deadline)
+                    if other is not None and found:
+                        self._compare(board, peer, self._shared(peer, other["digests"]), found, deadline)
                 for field, mine, theirs in (
                     ("kind", self.kind, kind),
                     ("tag (captured graph and options)", self.tag, tag),
