@@ -26,6 +26,8 @@ COMPILED = frozenset({"marked_region", "marked_flex_attention"})
 FAILS = {
     "flex_attention": r"LiteUnsupported.*'flex_attention'.*compile_with_inductor",
     "moe_bfloat16": r"expected size .* stride",
+    "map_gradient": r"_local_scalar_dense",
+    "scan_gradient": r"_local_scalar_dense",
 }
 """By program, the error instead; each is in docs/lite-mode.md."""
 
