@@ -19,7 +19,7 @@ from torch import fx
 from . import codes, compat, store
 from .codes import Code
 from .identity import VERSION, Identity, Source, Verdict
-from .normalize import PASS_NAME, plan_scanned
+from .normalize import PASS_NAME, NormalizationPlan, plan_scanned
 from .roles import DEFAULT_ROLES, RoleTable, is_fsdp
 from .scan import scan_graphs
 from .store import Absence
@@ -62,6 +62,7 @@ class Classification:
             those whose payload was refuted although structure then gave them a role.
         notes: remarks on valid payloads.
         structure_built: whether any collective needed the structural fallback.
+        normalization: where each payload belongs, as it was taken into account.
     """
 
     identities: Mapping[fx.Node, Identity | None]
@@ -69,6 +70,7 @@ class Classification:
     absences: Mapping[fx.Node, Absence] = field(default_factory=dict)
     notes: tuple[tuple[fx.Node, Code], ...] = ()
     structure_built: bool = False
+    normalization: NormalizationPlan = NormalizationPlan()
 
 
 def classify(
@@ -148,6 +150,7 @@ def _classified(gm: fx.GraphModule, rules: Rules, roles: RoleTable) -> Classific
         absences=MappingProxyType(absences),
         notes=tuple(notes),
         structure_built=bool(open_nodes),
+        normalization=plan,
     )
 
 

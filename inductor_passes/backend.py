@@ -314,9 +314,8 @@ class _Graph:
         for node, absence in seen.absences.items():
             if absence.code is not None:
                 self._log.event(absence.code, node=node, pass_name=absence.pass_name, detail=absence.detail)
-        plan = ci.plan_normalization(gm)
-        said = set(plan.refused.values())
-        for removal in plan.removals:
+        said = set(seen.normalization.refused.values())
+        for removal in seen.normalization.removals:
             if removal.code.severity != "info" and removal not in said:
                 self._log.event(removal.code, node=removal.node, detail=removal.detail)
         for mismatch in seen.mismatches:
