@@ -106,17 +106,8 @@ def launch(
         }
         (work / "job").write_bytes(pickle.dumps(job))
         for rank in range(ranks):
-            with open(work / f"log{rank}", "wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-u", os.path.abspath(__file__), str(work), str(rank)],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        stdin=subprocess.DEVNULL,
-                        env=_environment(mark, work / f"inductor{rank}", env),
-                        start_new_session=True,
-                    )
-                )
+            command = [sys.executable, "-u", os.path.abspath(__file__), str(work), str(rank)]
+            processes.append(_start(command, work / f"log{rank}", _environment(mark, work / f"inductor{rank}", env)))
         expired = not _wait(processes, timeout, grace if check else None)
         outcomes = [_outcome(work, rank, process) for rank, process in enumerate(processes)]
     finally:
@@ -158,16 +149,7 @@ def run_script(
     command += ["--redirects=3", f"--log-dir={work / 'logs'}", str(script), *argv]
     process: subprocess.Popen[bytes] | None = None
     try:
-        with open(work / "launcher", "wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=cwd,
-                env=_environment(mark, work / "inductor", env),
-                start_new_session=True,
-            )
+        process = _start(command, work / "launcher", _environment(mark, work / "inductor", env), cwd)
         expired = not _wait([process], timeout, None)
         streams = [_torchrun_streams(work / "logs", rank) for rank in range(ranks)]
         launcher_log = (work / "launcher").read_text(errors="replace")
@@ -202,18 +184,8 @@ def run_hosts(
             command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.2"]
             command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={mark}"]
             command += [f"--rdzv-conf=is_host={number == 0}", f"--local-addr={host}", str(script), *argv]
-            with open(work / f"log{number}", "wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        stdin=subprocess.DEVNULL,
-                        cwd=REPOSITORY,
-                        env=_environment(mark, work / "inductor", _HOSTS_ENVIRONMENT),
-                        start_new_session=True,
-                    )
-                )
+            environment = _environment(mark, work / "inductor", _HOSTS_ENVIRONMENT)
+            processes.append(_start(command, work / f"log{number}", environment, REPOSITORY))
         expired = not _wait(processes, timeout, 20.0)
         codes = [process.poll() for process in processes]
         logs = [(work / f"log{number}").read_text(errors="replace") for number in range(len(hosts))]
@@ -224,6 +196,22 @@ def run_hosts(
         what = f"no end after {timeout} s" if expired else f"exit codes {codes}"
         raise LaunchError("\n".join([f"{script}: {what}", *map(_tail, logs)]))
     return logs
+
+
+def _start(
+    command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A process in a session of its own that writes all it says to ``log``."""
+    with open(log, "wb") as said:
+        return subprocess.Popen(
+            command,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
+        )
 
 
 def _environment(mark: str, cache: Path, extra: Mapping[str, str] | None) -> dict[str, str]:
