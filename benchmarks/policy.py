@@ -39,12 +39,13 @@ Times = dict[str, list[float]]
 def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--prove", action="store_true", help="print the isolation and cache proof as a table")
+    options.add_argument("--processes", type=int, default=1, help="rows of the proof to run at once (default 1)")
     options.add_argument("--device", default="polydev", help="polydev (built here, needs a C++ compiler) or cuda")
     options.add_argument("--rounds", type=int, default=15, help="rounds of compiles to measure (default 15)")
     options.add_argument("--seconds", type=float, default=100, help="start no round after so many (default 100)")
     given = options.parse_args()
     if given.prove:
-        return prove(given.device, as_json=given.json)
+        return prove(given.device, as_json=given.json, processes=given.processes)
     if any(os.environ.get(name) != value for name, value in CACHES_OFF.items()):
         again = [sys.executable, "-m", "benchmarks", "policy", *sys.argv[1:]]
         return subprocess.run(again, env={**os.environ, **CACHES_OFF}).returncode
