@@ -133,6 +133,19 @@ def test_two_draws_of_randn_like_stay_two_by_the_preset() -> None:
     assert drawn_once(backend="aot_eager") == (torch.__version__ < "2.14")
 
 
+def test_marked_dropout_draws_from_torchs_generator_by_the_preset() -> None:
+    def drop(x: Tensor) -> Tensor:
+        with mark():
+            return F.dropout(x * 2, 0.5)
+
+    def drawn(**how: Any) -> Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return torch.compile(drop, **how)(torch.ones(256))
+
+    assert torch.equal(drawn(**OURS), drawn(backend="aot_eager"))
+
+
 def test_a_bfloat16_product_of_an_expanded_tensor_is_torchs_limit() -> None:
     """Torch's fake tensor promises other strides (docs/upstream/fake-strides-bfloat16.md); float32 runs."""
 
