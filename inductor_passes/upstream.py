@@ -224,9 +224,14 @@ def joint_pass(run: Callable[[fx.GraphModule], None]) -> Iterator[None]:
         yield
 
 
-def removes_common_subexpressions() -> bool:
-    """Whether the partitioner makes equal nodes one (``torch._functorch.config.cse``)."""
-    return bool(getattr(functorch_config, "cse", True))
+def removes_common_subexpressions(*, inductor: bool) -> bool:
+    """Whether the partitioner that is about to run makes equal nodes one.
+
+    Torch's min-cut partitioner does (``torch._functorch.config.cse``), no other function of torch's. With
+    ``inductor``, a ``custom_partitioner_fn`` stands in its place, and what that does is not known.
+    """
+    replaced = inductor and inductor_config.custom_partitioner_fn is not None
+    return not replaced and bool(getattr(functorch_config, "cse", True))
 
 
 def without_common_subexpressions(graph: fx.Graph) -> fx.Graph:
