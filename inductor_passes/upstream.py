@@ -566,7 +566,8 @@ def _scalars_allowed(gm: fx.GraphModule) -> Iterator[None]:
         return
     was, mode.allow_scalar_outputs = getattr(mode, "allow_scalar_outputs", False), True
     try:
-        yield
+        with mode:  # as it is while Inductor compiles
+            yield
     finally:
         mode.allow_scalar_outputs = was
 
