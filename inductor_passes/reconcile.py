@@ -152,8 +152,12 @@ class _Reconciler:
     def finish(self) -> None:
         """Look once at the whole graph: passes also write without creating or erasing anything."""
         seen: set[int] = set()
+        metas: set[int] = set()
         found = launches(self._gm)
         for node in self._gm.graph.nodes:
+            if id(node.meta) in metas:  # another node's whole metadata, assigned
+                node.meta = dict(node.meta)
+            metas.add(id(node.meta))
             body = wrapped_body(node)
             for inner in body.graph.nodes if body is not None else ():
                 if store.has_payload(inner):  # the node that runs the body is the collective
