@@ -20,7 +20,8 @@ def one_trace() -> Iterator[None]:
     """While entered, ``torch.compile(mode="lite")`` and equal options compile marked regions, in one trace.
 
     Enter it around the first call of the compiled function, when it compiles; a backward that compiles later needs
-    it no more. Compiles that are not lite, or have decompositions of their own, are left alone.
+    it no more. Compiles that are not lite, or have decompositions of their own, are left alone, and so are those of
+    other threads, which may enter and leave meanwhile.
 
         compiled = torch.compile(model, mode="lite")
         with one_trace():
