@@ -6,7 +6,8 @@ Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0. Nothing here patches to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ..upstream import UnsupportedTorch, inductor_flags, is_lite, reading
+from ..upstream import (
+    TORCHS_NAMESPACES,
+    UnsupportedTorch,
+    inductor_flags,
+    is_lite,
+    operators,
+    python_above_kernels,
+    reading,
+)
 
 
 def check_names() -> None:
@@ -48,6 +57,32 @@ def check_names() -> None:
 def overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
     """Every overload of a packet."""
     return [getattr(packet, name) for name in packet.overloads()]
+
+
+def traces_python(op: Any) -> bool:
+    """Whether tracing an operator, or an overload of a packet, that is not torch's runs Python code of its owner's."""
+    return any(one.namespace not in TORCHS_NAMESPACES and python_above_kernels(one) for one in operators(op))
+
+
+def operators_named(names: Collection[str], modules: Collection[types.ModuleType]) -> Iterator[tuple[Any, str]]:
+    """Operators with Python code, not torch's, that these names of attributes reach from these modules.
+
+    From ``torch.ops``, as ``torch.ops.acme.scale``, or from a namespace of it.
+    """
+    namespaces = {one.__name__.rpartition(".")[2] for one in modules if isinstance(one, torch._ops._OpNamespace)}
+    wanted = namespaces.union(names if torch.ops in modules else ()) - TORCHS_NAMESPACES
+    if not wanted:
+        return
+    found = set()
+    for key in torch.library._impls:  # "namespace/name.overload/key"
+        space, _, rest = key.partition("/")
+        if space in wanted:
+            found.add((space, rest.partition("/")[0].partition(".")[0]))
+    for space in wanted.intersection(vars(torch.ops)):
+        found.update((space, name) for name in getattr(getattr(torch.ops, space), "__dict__", ()))
+    for space, name in sorted(found):
+        if name in names:
+            yield getattr(getattr(torch.ops, space), name), f"torch.ops.{space}.{name}"
 
 
 def has_lowering(op: torch._ops.OpOverload) -> bool:
