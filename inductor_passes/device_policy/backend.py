@@ -42,7 +42,7 @@ def compile_under(
         return upstream.inductor(gm, inputs, around, options, table)
     if table is None:
         return upstream.inductor(gm, inputs, around, **scope(policy, gm, options))
-    refuse_modes(policy, gm, {**options, upstream.LITE_SWITCH: False})
+    refuse_modes(policy, gm, {**options, upstream.LITE_SWITCH: False, **torch_names.PASSES_ON})  # it uses no pass
     scoped = ScopedTable(policy, *torch_names.stock_decompositions(options))
     inner = _lowering_marked(policy)
     return upstream.inductor(
@@ -95,6 +95,7 @@ def scope(
     refuse_modes(policy, gm, options)
 
     def run(graph: fx.Graph) -> None:
+        policy.check_unchanged()  # a backward is lowered later, and saved under the identity as it was
         logger.debug("policy %s lowers %d nodes", policy.name, retarget(graph, policy))
 
     table, name = torch_names.stock_decompositions(options) if stock is None else (stock, "given")

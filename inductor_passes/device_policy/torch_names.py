@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from ..upstream import (
     reading,
 )
 
+_SLOT = "post_grad_custom_post_pass"
+
 
 def check_names() -> None:
     """Refuse a torch in which a name that policies use is not as it was read.
@@ -37,7 +40,7 @@ def check_names() -> None:
     places: tuple[tuple[Any, tuple[str, ...]], ...] = (
         (lowering, ("maybe_layout_constraints", "constrain_to_fx_strides", "constrain_to_fake_tensors", "validate_ir")),
         (compile_fx, ("fx_compile_mode", "fx_compile_async", "fx_compile_progressive", "get_patched_config_dict")),
-        (inductor_config, ("post_grad_custom_post_pass", "cpp_wrapper", "fx_wrapper", "freezing")),
+        (inductor_config, (_SLOT, *PASSES_ON, "cpp_wrapper", "fx_wrapper", "freezing")),
     )
     calls = (
         (compile_fx, "compile_fx", ("inner_compile", "config_patches", "decompositions")),
@@ -158,14 +161,22 @@ def _laid_out(
     return constrain_to_fake_tensors(*given, *fake)  # type: ignore[no-any-return, no-untyped-call]
 
 
+PASSES_ON: Mapping[str, Any] = MappingProxyType({"use_post_grad_passes": True, "disabled_passes": ""})
+"""Options under which Inductor runs the pass that hands nodes to the policy."""
+
+
 def unsupported_modes(options: Mapping[str, Any]) -> list[str]:
     """Why a policy cannot be applied to a compile with these Inductor options in this thread, by mode."""
     from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
 
-    def on(name: str) -> bool:
-        return bool(options.get(name, getattr(inductor_config, name)))
+    def value(name: str) -> Any:
+        return options.get(name, getattr(inductor_config, name))
 
+    def on(name: str) -> bool:
+        return bool(value(name))
+
+    lite = is_lite(options)
     modes = {
         f"subprocess or serialised FX compile (fx_compile_mode={compile_fx.fx_compile_mode.name}) drops custom passes "
         "and would poison the cache: use FxCompileMode.NORMAL": (
@@ -182,7 +193,13 @@ def unsupported_modes(options: Mapping[str, Any]) -> list[str]:
         "fx_wrapper is not covered: use the Python wrapper": on("fx_wrapper"),
         "freezing folds weights before any policy is asked: turn it off": on("freezing"),
         "lite mode (fallback_by_default) lowers operators by itself and runs no pass: leave it out, or use backend="
-        "'collective_identity' with option 'policy', which applies the policy in marked regions": is_lite(options),
+        "'collective_identity' with option 'policy', which applies the policy in marked regions": lite,
+        "use_post_grad_passes=False leaves out the pass that policies lower with: turn it on": (
+            not lite and not on("use_post_grad_passes")
+        ),
+        f"disabled_passes={value('disabled_passes')!r} leaves out the pass that policies lower with: take it out": (
+            _SLOT.upper() in str(value("disabled_passes")).upper()  # as GraphTransformObserver asks
+        ),
     }
     return [text for text, found in modes.items() if found]
 
@@ -210,10 +227,9 @@ def post_grad_post_pass(
     run: Callable[[fx.Graph], None], identity: str, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Options that run ``run`` last on each graph about to be lowered; ``identity`` enters both caches' keys."""
-    name = "post_grad_custom_post_pass"
-    user = options.get(name, inductor_config.post_grad_custom_post_pass)
+    user = options.get(_SLOT, inductor_config.post_grad_custom_post_pass)
     users = tuple(user) if isinstance(user, (list, tuple)) else () if user is None else (user,)
-    return {name: _PostGradLast(run, identity, users)}
+    return {_SLOT: _PostGradLast(run, identity, users)}
 
 
 def current_compile_fx() -> Callable[..., Any]:

@@ -36,6 +36,13 @@ def times_ten(x: Any, approximate: str = "none") -> Any:
     return x * 10
 
 
+FACTOR = 2
+
+
+def scaled(x: Any) -> Any:
+    return x * FACTOR
+
+
 def policy(**more: Any) -> OperatorPolicy:
     return OperatorPolicy("p", "1", "cuda", decompositions={aten.gelu.default: times_ten}, fallbacks=[aten.sin], **more)
 
@@ -47,10 +54,29 @@ def test_the_page_runs() -> None:
     assert sum(map(bool, code.splitlines())) <= 30 and callable(made["compiled"])
 
 
-@pytest.mark.parametrize("mode", ["cpp_wrapper", "fx_wrapper", "freezing", "fallback_by_default"])
-def test_modes_refused_by_name(mode: str) -> None:
-    with pytest.raises(PolicyError, match=mode):
-        scope(policy(), EMPTY, {mode: True})
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"cpp_wrapper": True}, {"fx_wrapper": True}, {"freezing": True}, {"fallback_by_default": True},
+        {"use_post_grad_passes": False}, {"disabled_passes": "some,Post_Grad_Custom_Post_Pass"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_modes_refused_by_name(mode: dict[str, Any]) -> None:
+    for options, setting in ((mode, {}), ({}, mode)):
+        with torch._inductor.config.patch(setting), pytest.raises(PolicyError) as caught:
+            scope(policy(), EMPTY, options)
+        assert [next(iter(mode)) in fault for fault in caught.value.faults] == [True]
+
+
+def test_a_backward_lowered_after_a_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be saved under the identity of the policy as it was built."""
+    made = OperatorPolicy("p", "1", "cuda", decompositions={aten.gelu.default: scaled})
+    last = scope(made, EMPTY, {})["patches"]["post_grad_custom_post_pass"]
+    last(fx.Graph())
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    with pytest.raises(PolicyError, match="changed after the policy was built"):
+        last(fx.Graph())
 
 
 def test_other_compile_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
