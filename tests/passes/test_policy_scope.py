@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from pathlib import Path
@@ -170,6 +171,33 @@ def test_registration_is_undone() -> None:
             register_policy("cuda", made)
     registration.close()
     assert torch_names.current_compile_fx() is stock and registered_policy("cuda") is None
+
+
+def test_a_function_around_ours_does_not_keep_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tool may wrap ``compile_fx`` while a policy is registered; closing must reach the policy all the same."""
+    calls: list[dict[str, Any]] = []
+
+    def stock(
+        gm: Any, inputs: Any, inner_compile: Any = None, config_patches: Any = None, decompositions: Any = None
+    ) -> None:
+        calls.append(config_patches)
+
+    before = torch_names.current_compile_fx()
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", stock)
+    first, second = register_policy("cuda", policy()), register_policy("xpu", OperatorPolicy("q", "1", "xpu"))
+    ours = torch_names.current_compile_fx()
+    torch_names.set_compile_fx(functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)))
+    with FakeTensorMode():
+        inputs = [torch.empty(1, device="cuda")]
+    for registration in (first, second):
+        torch_names.current_compile_fx()(EMPTY, inputs)
+        registration.close()
+    torch_names.current_compile_fx()(EMPTY, inputs)
+    assert [bool(patches) for patches in calls] == [True, False, False]
+    with register_policy("cuda", policy()):
+        assert registered_policy("cuda") == policy()
+    monkeypatch.undo()
+    assert torch_names.current_compile_fx() is before
 
 
 def gather_and_product(device: str, role: str) -> fx.GraphModule:
