@@ -104,6 +104,12 @@ def scope(
     return {"patches": patches, "decompositions": scoped, "provider": Provider(scoped)}
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    unknown = [repr(name) for name in options if not upstream.inductor_option_exists(name)]
+    if unknown:
+        raise PolicyError(f"expected options of Inductor (torch._inductor.list_options()), found {', '.join(unknown)}")
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyBackend:
     """``torch.compile(backend=...)``: Inductor under one policy.
@@ -114,6 +120,9 @@ class PolicyBackend:
 
     policy: OperatorPolicy
     options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_options(dict(self.options))
 
     def __call__(
         self,
@@ -135,7 +144,10 @@ class PolicyBackend:
             PolicyError: see :func:`compile_under`.
         """
         upstream.check_version()
+        if mode and mode not in upstream.mode_options():
+            raise PolicyError(f"mode expects one of {', '.join(upstream.mode_options())}, found {mode!r}")
         chosen = {**(upstream.mode_options()[mode] if mode else {}), **dict(self.options), **(options or {})}
+        _check_options(chosen)
         return compile_under(self.policy, gm, inputs, lambda inner: inner, chosen)
 
     def get_compiler_config(self) -> Mapping[str, Any]:
