@@ -119,12 +119,43 @@ def lower_with(
     kwargs: dict[str, Any],
 ) -> Any:
     """Lower one call of ``op`` by ``function``, its inputs laid out as Inductor would for ``op``."""
-    from torch._inductor.lowering import maybe_layout_constraints, validate_ir
+    from torch._inductor.lowering import maybe_layout_constraints
 
     args, kwargs = _laid_out(maybe_layout_constraints(op), op, node, args, kwargs)
-    out = function(*args, **kwargs)
-    validate_ir(out)
-    return out
+    return function(*args, **kwargs)
+
+
+def result_faults(out: Any, wanted: Any) -> Iterator[str]:
+    """Where what a lowering returned is not of the kind, element type or size that the graph goes on with.
+
+    What has none of these faults is held to Inductor's own ``validate_ir``.
+
+    Args:
+        out: Inductor's IR, or a collection of it.
+        wanted: the node's fake output; None: nothing is known.
+    """
+    from torch._inductor.ir import IRNode
+    from torch._inductor.lowering import validate_ir
+
+    if isinstance(wanted, torch.Tensor):
+        if not isinstance(out, IRNode):
+            yield f"expected a tensor of Inductor's IR, found a {type(out).__qualname__}"
+            return
+        validate_ir(out)
+        if out.maybe_get_dtype() != wanted.dtype:
+            yield f"expected {wanted.dtype}, found {out.maybe_get_dtype()}"
+        size = list(out.maybe_get_size() or ())
+        if len(size) != wanted.dim() or any(
+            str(mine) != str(theirs) for mine, theirs in zip(size, wanted.shape, strict=True)
+            if isinstance(theirs, int) and getattr(mine, "is_number", True)
+        ):
+            yield f"expected size {list(wanted.shape)}, found {size}"
+    elif isinstance(wanted, (tuple, list)):
+        if not isinstance(out, (tuple, list)) or len(out) != len(wanted):
+            yield f"expected {len(wanted)} outputs, found {len(out) if isinstance(out, (tuple, list)) else 'one'}"
+            return
+        for index, (one, other) in enumerate(zip(out, wanted, strict=True)):
+            yield from (f"output {index}: {fault}" for fault in result_faults(one, other))
 
 
 def lower_as_fallback(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory  # registers symm_mem
 from torch import fx
+from torch._inductor import lowering
 from torch._subclasses import FakeTensorMode
 
 from inductor_passes import symmetric
@@ -154,6 +155,51 @@ def test_nodes_and_decompositions_by_device() -> None:
     assert pickle.dumps(restored) == pickle.dumps(table)
     with pytest.raises(PolicyError, match="were not kept"):
         restored()
+
+
+def gives_three(x: Any) -> Any:
+    return 3
+
+
+def gives_integers(x: Any) -> Any:
+    return lowering.to_dtype(x, torch.int32)
+
+
+def gives_a_row(x: Any) -> Any:
+    return lowering.expand(x, [2, 4])
+
+
+def gives_two(x: Any) -> Any:
+    return x, x
+
+
+def gives_itself(x: Any) -> Any:
+    return lowering.clone(x)
+
+
+def test_a_lowering_that_gives_something_else_is_refused_by_name() -> None:
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    with FakeTensorMode() as mode:
+        value = torch.empty(4, device="cuda")
+        for function, said in (
+            (gives_three, "found a int"), (gives_integers, "expected torch.float32, found torch.int32"),
+            (gives_a_row, "expected size [4], found [2, 4]"), (gives_two, "found a tuple"), (gives_itself, ""),
+        ):  # fmt: skip
+            graph = fx.Graph()
+            one = graph.placeholder("x")
+            node = graph.call_function(aten.sin.default, (one,))
+            graph.output((node,))
+            one.meta["val"] = node.meta["val"] = value
+            retarget(graph, OperatorPolicy("p", "1", "cuda", lowerings={aten.sin.default: function}))
+            lowered = GraphLowering(fx.GraphModule(torch.nn.Module(), graph))
+            with V.set_graph_handler(lowered), V.set_fake_mode(mode):
+                if said:
+                    with pytest.raises(Exception, match=rf"p.aten.sin.default: the lowering (.|\n)*{re.escape(said)}"):
+                        lowered.run(value)
+                else:
+                    lowered.run(value)
 
 
 def test_registration_is_undone() -> None:
