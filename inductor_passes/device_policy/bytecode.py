@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dis
 import functools
-import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _BY_NAME = frozenset({"getattr", "hasattr"})
-_FORMATS = frozenset({"format", "format_map"})
 _CALLS = frozenset({"CALL_FUNCTION", "PRECALL", "CALL"})
 _VALUES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST", "LOAD_SMALL_INT")
 
@@ -22,7 +20,7 @@ class Reads:
 
     Attributes:
         loaded: names loaded from the globals, or else from the builtins.
-        names: every name that may be an attribute's: of the bytecode, of ``getattr(x, "text")``, of format texts.
+        names: every name that may be an attribute's: of the bytecode, of ``getattr(x, "text")``, of class patterns.
         imports: modules imported inside: name, level.
         computed: builtins that look an attribute up by a name which is computed.
     """
@@ -42,13 +40,14 @@ def reads(code: types.CodeType) -> Reads:
     computed: set[str] = set()
     for one in _codes(code):
         names.update(one.co_names)
-        if _FORMATS.intersection(one.co_names):  # "{0.NAME}".format(module)
-            names.update(*(re.findall(r"\w+", text) for text in one.co_consts if isinstance(text, str)))
         steps = [step for step in dis.get_instructions(one) if step.opname not in ("CACHE", "EXTENDED_ARG")]
         for index, step in enumerate(steps):
             if step.opname == "IMPORT_NAME":
                 level = steps[index - 2].argval if index > 1 else 0
                 imports.add((step.argval, level if isinstance(level, int) else 1))
+            elif step.opname == "MATCH_CLASS":  # case object(NAME=...)
+                names.update(name for texts in one.co_consts if isinstance(texts, tuple) for name in texts
+                             if isinstance(name, str))
             elif step.opname in _GLOBALS:
                 loaded.add(step.argval)
                 if step.argval in _BY_NAME:

@@ -6,6 +6,7 @@ import enum
 import functools
 import gc
 import hashlib
+import re
 import sys
 import types
 from collections.abc import Collection
@@ -25,6 +26,7 @@ _DESCRIPTORS = (
     types.GetSetDescriptorType, types.MemberDescriptorType,
 )  # fmt: skip
 _DISPATCH = functools.singledispatch(reads).__code__  # type: ignore[attr-defined]
+_OF_DISPATCH = frozenset("register dispatch registry _clear_cache __wrapped__".split())
 _NOT_RUN = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __annotations__ __annotate_func__ __annotate__ __annotations_cache__ "
     "__firstlineno__ __static_attributes__ __signature__".split()
@@ -62,6 +64,8 @@ class Reader:
         """Write one value; ``path`` says how it was reached."""
         if type(value) in _PLAIN:
             self._write(type(value).__name__, repr(value))
+            if type(value) is str and ("{" in value or "}" in value):
+                self._names.update(re.findall(r"\w+", value))  # "{0.NAME}".format(module)
         elif isinstance(value, _TORCH):
             self._write("torch", value)
         elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -169,6 +173,7 @@ class Reader:
         elif type(value) is functools.partial:
             self._write("partial")
             self._parts(value, ("func", "args", "keywords"), path)
+            self._attached(value, path)
         elif type(value) in (staticmethod, classmethod):
             self._write(type(value).__name__)
             self.value(value.__func__, path)
@@ -202,6 +207,7 @@ class Reader:
         if function.__code__ is _DISPATCH:
             self._write("singledispatch")
             self.value(function.registry, f"the registry of {function.__qualname__}")  # type: ignore[attr-defined]
+            self._attached(function, function.__qualname__, _OF_DISPATCH)
             return
         self._code(function.__code__, path)
         self.value(function.__defaults__, f"a default of {function.__qualname__}")

@@ -47,9 +47,10 @@ def unseen(value: object) -> str | None:
 
 
 UNSEEN_NAMES = frozenset(
-    "__annotations__ __builtins__ __dict__ __globals__ __getattribute__ __subclasses__ f_globals f_locals".split()
+    "__annotate__ __annotations__ __builtins__ __code__ __dict__ __doc__ __firstlineno__ __getattribute__ __globals__ "
+    "__signature__ __static_attributes__ __subclasses__ f_globals f_locals".split()
 )
-"""Attributes through which content is reached by text."""
+"""Attributes through which content is reached by text, or that are no part of an identity."""
 
 
 def owned(module: object) -> bool:

@@ -66,6 +66,18 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "profile": "S = @@\ndef h(x): return x * S", "main": "import profile\ndef f(x): return profile.h(x)"
     },
     "getattr": {"other": "S = @@", "main": "import other\ndef f(x): return getattr(other, 'S', None)"},
+    "format by a global": {
+        "other": "S = @@", "main": "import other\nT = '{0.S}'\ndef f(x): return T.format(other)"
+    },
+    "class pattern": {
+        "other": "S = @@", "main": "import other\ndef f(x):\n match other:\n  case object(S=s): return x * s"
+    },
+    "attribute of a partial": {
+        "main": "def h(x): return x\np = functools.partial(h)\np.S = @@\ndef f(x): return p(x) * p.S"
+    },
+    "attribute of a single dispatch": {
+        "main": "@functools.singledispatch\ndef h(x): return x\nh.S = @@\ndef f(x): return h(x) * h.S"
+    },
     "format": {"other": "S = @@", "main": "import other\ndef f(x): return '{0.S}'.format(other)"},
     "put into torch": {"main": "import torch\ntorch.made_up = @@\ndef f(x): return x * torch.made_up"},
     "function put into torch": {
@@ -90,6 +102,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "vars": ("import other\ndef f(x): return vars(other)['S']", "which is vars"),
     "__dict__": ("import other\ndef f(x): return other.__dict__['S']", "uses __dict__ in f"),
     "__globals__": ("S = 2\ndef f(x): return f.__globals__['S']", "uses __globals__ in f"),
+    "__doc__": ("class C: '2'\ndef f(x): return int(C.__doc__)", "uses __doc__ in f"),
     "eval": ("S = 2\ndef f(x): return eval('S')", "which is eval"),
     "sys.modules": ("import sys\ndef f(x): return sys.modules['other'].S", "which is sys.modules"),
     "sys.modules by name": ("from sys import modules as m\ndef f(x): return m['other'].S", "which is sys.modules"),
