@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import InstallError
 
@@ -276,20 +274,7 @@ def sharded_below(param: DTensor, dim: int) -> Placement:
     return _StridedShard(dim, split_factor=shards) if shards > 1 else Shard(dim)
 
 
-def recomputing() -> bool:
-    """True in code that autograd runs in backward, outside any compile: an activation checkpoint's second forward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 def reshard_all(model: nn.Module) -> None:
     """Have every FSDP module hold its shards alone, whatever an eager forward left gathered."""
     for _, module in fsdp_modules(model):
         module.reshard()
-
-
-def outside_selection() -> AbstractContextManager[None]:
-    """Keeps what runs inside from a selective checkpoint, which looks up every operator it did not see in forward.
-
-    ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.11.0 to 2.13.0) is a dispatch mode; all are left.
-    """
-    return _disable_current_modes()  # type: ignore[no-any-return]
