@@ -87,6 +87,16 @@ def check_state(one: Managed, roots: Container[int]) -> None:
         refuse(one.name, "fully_shard([a, b, ...]) without a root", "call fully_shard on the whole model as well")
 
 
+def set_on(one: Managed) -> tuple[str, ...]:
+    """The options that capture does not honour and that are set on a module now, its parameters' included."""
+    groups = compat.groups_of(one.state, one.name)
+    params = [param for group in groups for param in compat.params_of(group, one.name)]
+    return (
+        *(option for option, is_set in _GROUP_OPTIONS if any(map(is_set, groups))),
+        *(option for option, is_set in _PARAM_OPTIONS if any(map(is_set, params))),
+    )
+
+
 def check_group(group: Any, name: str) -> None:
     """Refuse every option of a parameter group that capture does not honour."""
     for option, is_set in _GROUP_OPTIONS:
