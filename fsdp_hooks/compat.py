@@ -1,14 +1,14 @@
 """Every private name of FSDP2 that this package uses, in one place.
 
-Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0, torch/distributed/fsdp/_fully_shard/. 2.11 keeps one
-parameter group a state (``_fsdp_param_group``), 2.12 and later a list (``_fsdp_param_groups``). Nothing here
-changes torch.
+Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0, torch/distributed/fsdp/_fully_shard/ and torch/_tensor.py.
+2.11 keeps one parameter group a state (``_fsdp_param_group``), 2.12 and later a list (``_fsdp_param_groups``).
+Nothing here changes torch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -278,3 +278,22 @@ def reshard_all(model: nn.Module) -> None:
     """Have every FSDP module hold its shards alone, whatever an eager forward left gathered."""
     for _, module in fsdp_modules(model):
         module.reshard()
+
+
+_WATCHES = "_fsdp_hooks_watches"
+
+
+def watch_accumulation(leaf: torch.Tensor, check: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """Have ``check`` run after each gradient that is added to ``leaf.grad``; not one of the :func:`gradient_hooks`."""
+    setattr(check, _WATCHES, True)
+    trained = leaf.requires_grad
+    try:
+        return leaf.requires_grad_().register_post_accumulate_grad_hook(check)  # a frozen one may be trained later
+    finally:
+        leaf.requires_grad_(trained)
+
+
+def gradient_hooks(leaf: torch.Tensor) -> int:
+    """How many hooks of others wait for a leaf's gradient, or for it to have been added."""
+    after = (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
+    return len(leaf._backward_hooks or ()) + sum(not hasattr(hook, _WATCHES) for hook in after)

@@ -2,7 +2,7 @@
 
 Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0: torch/fx/experimental/proxy_tensor.py,
 torch/_dynamo/backends/registry.py, torch/optim/{optimizer,lr_scheduler}.py, torch/amp/grad_scaler.py,
-torch/_tensor.py, torch/nn/modules/module.py.
+torch/nn/modules/module.py.
 """
 
 from __future__ import annotations
@@ -72,11 +72,6 @@ def hooks_of(module: nn.Module) -> tuple[int, ...]:
     return (
         *module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks
     )
-
-
-def gradient_hooks(tensor: torch.Tensor) -> int:
-    """How many hooks wait for a leaf's gradient, or for it to have been accumulated."""
-    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

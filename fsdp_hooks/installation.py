@@ -38,6 +38,7 @@ class _Installation:
     managed: list[nn.Module] = field(default_factory=list)
     methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
+    watched: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def uninstall(model: nn.Module) -> nn.Module:
         module.__dict__[name] = original_method
     for module in installation.bound:
         module.__dict__.pop(BINDINGS, None)
+    for handle in installation.watched:
+        handle.remove()
     torch._dynamo.reset()  # compiled code of this process may hold the captured forward
     return model
 
@@ -280,6 +283,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             if BINDINGS not in owner.__dict__:
                 owner.__dict__[BINDINGS] = {}
                 installation.bound.append(owner)
+        installation.watched.append(refusals.watch_gradient(found.param, plan.unit.name, found.fqn))
     plan.read_options()
 
 

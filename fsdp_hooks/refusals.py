@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import compat
@@ -26,10 +27,12 @@ _GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("replicate() (a mesh without a shard dimension)", lambda g: compat.shard_group(g) is None),
 )
 
+_GRADIENT_HOOK = "a gradient hook (Tensor.register_hook), which eager FSDP2 never calls and autograd would"
+
 _PARAM_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("fsdp_pre_all_gather / fsdp_post_all_gather", compat.has_all_gather_extension),
     (
-        "a gradient hook (Tensor.register_hook), which eager FSDP2 never calls and autograd would",
+        _GRADIENT_HOOK,
         lambda p: bool(p.sharded_param._backward_hooks),
     ),
     ("keep_unsharded_storage", lambda p: bool(getattr(p, "keep_unsharded_storage", False))),
@@ -115,6 +118,16 @@ def check_param(param: Any, name: str, fqn: str) -> None:
             f"a parameter on the meta device ({fqn!r})",
             "materialise the model first (model.to_empty(device=...), then initialise it), then install",
         )
+
+
+def watch_gradient(param: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle:
+    """Refuse a gradient hook that was registered after install, in the first backward that ran it."""
+
+    def check(leaf: torch.Tensor) -> None:
+        if leaf._backward_hooks:
+            refuse(name, f"{_GRADIENT_HOOK} (parameter {fqn!r})")
+
+    return compat.watch_accumulation(param.sharded_param, check)
 
 
 def refuse(name: str, option: str, way_out: str = WAY_OUT) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import compat_step, refusals
+from . import compat, compat_step, refusals
 from .data_parallel_record import data_parallel_specs
 from .errors import InstallError, UnsupportedOption
 from .runtime import UNIT
@@ -131,7 +131,7 @@ def _structure(model: nn.Module) -> Iterator[Fact]:
                 where = f"{kind} {fqn!r}"
                 yield Fact(where, _OBJECT, id(tensor))
                 yield Fact(where, "requires_grad", tensor.requires_grad)
-                yield Fact(where, _HOOKS, compat_step.gradient_hooks(tensor))
+                yield Fact(where, _HOOKS, compat.gradient_hooks(tensor))
 
 
 def _options(model: nn.Module) -> Iterator[Fact]:

@@ -6,6 +6,7 @@ tests/distributed/test_wrong_ranks.py.
 
 from __future__ import annotations
 
+import io
 import warnings
 
 import pytest
@@ -116,3 +117,25 @@ def test_fully_shard_after_install_needs_another_install() -> None:
     fully_shard(model, mesh=mesh)
     with pytest.raises(fsdp_hooks.InstallError, match="'blocks.1' is installed already: .*after the last fully_shard"):
         fsdp_hooks.install(model)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen at install"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_gradient_hook_registered_after_install_is_named(compiled: bool, frozen: bool) -> None:
+    """Eager FSDP2 never calls it, autograd does: the first backward says so, also once a graph was compiled."""
+    model = sharded()
+    model.head.requires_grad_(not frozen)
+    fsdp_hooks.install(model)
+    backend = {"backend": "collective_identity", "options": {"inner": "aot_eager"}}
+    run = torch.compile(model, **backend) if compiled else model
+    run(torch.ones(2, 8)).sum().backward()
+    model.head.requires_grad_(True)
+    handle = model.head.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(fsdp_hooks.UnsupportedOption, match="a gradient hook .* eager FSDP2 never .*'head.weight'"):
+        run(torch.ones(2, 8)).sum().backward()
+    handle.remove()
+    run(torch.ones(2, 8)).sum().backward()
+    torch.save(list(model.parameters()), io.BytesIO())
+    model.head.weight.register_hook(lambda gradient: gradient * 2)
+    fsdp_hooks.uninstall(model)
+    model(torch.ones(2, 8)).sum().backward()
