@@ -18,6 +18,7 @@ from . import compat, refusals
 from .accumulated import Accumulated
 from .errors import InstallError
 from .expected import declare_again, expected_collectives
+from .live_objects import sharded_above
 from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capture_by_class
 from .stale_optimizers import warn_of_stale_optimizers
 from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
@@ -79,12 +80,13 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
         The same model.
 
     Raises:
-        InstallError: no module of it was given to ``fully_shard``, it is installed or compiled already, or this
-            torch's FSDP2 is unknown.
+        InstallError: no module of it was given to ``fully_shard``, it is part of a larger model that was, it is
+            installed or compiled already, or this torch's FSDP2 is unknown.
         UnsupportedOption: an FSDP2 option that capture does not honour; the message names module and option.
     """
     compat.check_version()
     _check_model(model)
+    _check_outermost(model)
     _check_options(model)
     roots = outermost(model)
     for name, root in roots:
@@ -148,7 +150,7 @@ def _reset(root: weakref.ref[nn.Module]) -> None:
 
 
 def uninstall(model: nn.Module) -> nn.Module:
-    """Give the model back to eager FSDP2, exactly as it was before :func:`install`.
+    """Give the model back to eager FSDP2, exactly as it was before :func:`install`, but lazily initialised.
 
     Raises:
         InstallError: the model is not installed, or gradients accumulated without communication wait in it.
@@ -203,6 +205,17 @@ def _check_model(model: nn.Module) -> None:
         raise InstallError(
             f"install expects a model with fully_shard applied, found {type(model).__name__} with none: call "
             "torch.distributed.fsdp.fully_shard on its blocks and on the model, then fsdp_hooks.install(model)"
+        )
+
+
+def _check_outermost(model: nn.Module) -> None:
+    """Refuse a part of a larger model before FSDP2's lazy initialisation makes a root of it for good."""
+    above = sharded_above(model)
+    if above is not None:
+        outer, name = above
+        raise InstallError(
+            f"install expects the outermost fully_shard module, found {name!r} of {type(outer).__name__}, which is one "
+            "as well: call fsdp_hooks.install on that model"
         )
 
 

@@ -176,9 +176,10 @@ def _refusing(base: type[nn.Module], method: str, accepted: bool | None) -> Call
         given = args[0] if args else kwargs.get(parameters[0]) if parameters else None
         if accepted is not None and given is accepted:
             return
-        raise UnsupportedOption(
-            f"{type(self).__name__}.{method}: fsdp_hooks does not support it on an installed model, whose collectives "
-            f"are in the captured graph: {_WAYS_OUT.get(method, _UNINSTALL)}"
+        refuse(
+            self.__dict__[UNIT][0].name,
+            f"{method} on an installed model, whose collectives are in the captured graph",
+            _WAYS_OUT.get(method, _UNINSTALL),
         )
 
     setter.__name__ = method
