@@ -18,7 +18,7 @@ from . import compat, refusals
 from .accumulated import Accumulated
 from .errors import InstallError
 from .expected import declare_again, expected_collectives
-from .live_objects import sharded_above
+from .live_objects import check_outermost
 from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capture_by_class
 from .stale_optimizers import warn_of_stale_optimizers
 from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
@@ -86,7 +86,7 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     """
     compat.check_version()
     _check_model(model)
-    _check_outermost(model)
+    check_outermost(model)
     _check_options(model)
     roots = outermost(model)
     for name, root in roots:
@@ -208,17 +208,6 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_outermost(model: nn.Module) -> None:
-    """Refuse a part of a larger model before FSDP2's lazy initialisation makes a root of it for good."""
-    above = sharded_above(model)
-    if above is not None:
-        outer, name = above
-        raise InstallError(
-            f"install expects the outermost fully_shard module, found {name!r} of {type(outer).__name__}, which is one "
-            "as well: call fsdp_hooks.install on that model"
-        )
-
-
 def _check_options(model: nn.Module) -> None:
     """Refuse every option by name before FSDP2's lazy initialisation, which changes the model or complains itself."""
     names = attribute_names(model)
@@ -250,6 +239,7 @@ def _plan(model: nn.Module, root_ids: set[int]) -> list[_Planned]:
             tuple(parameters_of(one, names)),
         )
         plan.read_options()
+        refusals.warn_of_hooks(one, plan.unit)
         planned.append(plan)
     for plan in planned:
         if id(plan.modules[0]) in root_ids:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import warnings
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 from . import compat
 from .errors import UnsupportedOption
-from .runtime import UNIT
+from .runtime import UNIT, Unit
 from .survey import Managed
 
 WAY_OUT = "remove it, or train this model with eager FSDP2 (leave out fsdp_hooks.install)"
@@ -118,6 +120,21 @@ def check_param(param: Any, name: str, fqn: str) -> None:
             f"a parameter on the meta device ({fqn!r})",
             "materialise the model first (model.to_empty(device=...), then initialise it), then install",
         )
+
+
+def warn_of_hooks(one: Managed, unit: Unit) -> None:
+    """Warn of the user's hooks that eager FSDP2 runs between its casts and a captured module outside them."""
+    own = {key for _, key in compat.hook_slots(one.state, one.name)}  # no two hooks of a process have one number
+    for name, module in one.modules:
+        earlier = list(itertools.takewhile(lambda key: key not in own, module._forward_hooks))
+        others = [key for key in module._forward_pre_hooks if key not in own]
+        if (unit.cast_inputs_to is not None and others) or (unit.cast_outputs_to is not None and earlier):
+            warnings.warn(
+                f"module {name!r}: has a forward hook that eager FSDP2 runs between the casts of its mp_policy and a "
+                "captured module outside them, so it sees other dtypes: register it on a module inside or around this "
+                "one",
+                stacklevel=4,
+            )
 
 
 def watch_gradient(param: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle:

@@ -60,6 +60,7 @@ def test_an_optimizer_built_before_install_is_not_stale() -> None:
     fsdp_hooks.install(model)
     before = model.head.weight.to_local().clone()
     model(torch.ones(2, 8)).sum().backward()
+    model.head.weight.grad.to_local().fill_(1.0)  # a fake world's collectives leave what was there
     optimizer.step()
     assert not torch.equal(before, model.head.weight.to_local())
 
