@@ -135,4 +135,6 @@ def select(options: Mapping[str, Any]) -> Selection:
     switches = {name: now(name) for name in upstream.mode_options()["lite"]}
     if not switches[SELECTIVE]:
         return Selection({**options, **switches}, None)
-    return Selection({**options, **switches, SELECTIVE: False}, OneTraceTable())
+    with upstream.inductor_flags({**options, **switches}):  # fallback_random picks one of torch's two tables
+        table = OneTraceTable()
+    return Selection({**options, **switches, SELECTIVE: False}, table)

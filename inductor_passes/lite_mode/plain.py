@@ -20,7 +20,8 @@ def one_trace() -> Iterator[None]:
     """While entered, ``torch.compile(mode="lite")`` and equal options compile marked regions, in one trace.
 
     Enter it around the first call of the compiled function, when it compiles; a backward that compiles later needs
-    it no more. Compiles that are not lite, or have decompositions of their own, are left alone.
+    it no more. Compiles that are not lite, or have decompositions of their own, are left alone, and so are those of
+    other threads, which may enter and leave meanwhile.
 
         compiled = torch.compile(model, mode="lite")
         with one_trace():
@@ -39,16 +40,21 @@ def _compile(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     selection = select(given["config_patches"] or {})
     if selection.table is None or given["decompositions"] is not None or not isinstance(gm, fx.GraphModule):
         return original(*call.args, **call.kwargs)
-    tag, user = f"lite:{marks_digest(gm)}", upstream.callers_config({}).cache_key_tag
+    user = upstream.callers_config({}).cache_key_tag
     inner = given["inner_compile"]
 
     def prepared(graph: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        with selection.as_asked(), upstream.cache_key(tag, user):
+        with selection.as_asked(), upstream.cache_key(_tag(gm, graph), user):
             prepare(graph)
             return inner(graph, inputs, *args, **kwargs)
 
     given.update(
         inner_compile=prepared, config_patches=dict(selection.options), decompositions=selection.table
     )
-    with upstream.cache_key(tag, user):
+    with upstream.cache_key(_tag(gm), user):
         return original(*call.args, **call.kwargs)
+
+
+def _tag(*graphs: fx.GraphModule) -> str:
+    """The marks of what was captured and, for Inductor's key, of what AOTAutograd traced from it."""
+    return f"lite:{':'.join(map(marks_digest, graphs))}"

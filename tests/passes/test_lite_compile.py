@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx as compile_fx_module
 import torch._inductor.config as inductor_config
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from torch._inductor.utils import run_and_get_code
 import collective_identity as ci
 from benchmarks.selective_decompose import capture, shape_of
 from inductor_passes import one_trace
+from inductor_passes.upstream import compile_fx_replaced
 
 OURS: dict[str, Any] = {"backend": "collective_identity", "options": {"strict_lite": True}}
 LITE = torch._inductor.list_mode_options("lite")
@@ -106,6 +110,40 @@ def test_lite_is_detected_when_called(handle: ci.Handle, way: str) -> None:
     assert found[1:] == [("forward", state), ("backward", state), ("inference", "off")]
 
 
+def test_one_trace_is_its_threads_alone_and_gone_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original(
+        model_: str, example_inputs_: Any, inner_compile: Any = 0, config_patches: Any = 0, decompositions: Any = 0
+    ) -> str:
+        return model_
+
+    def by(original: Callable[..., Any], call: inspect.BoundArguments) -> str:
+        return f"{original(*call.args, **call.kwargs)} once"
+
+    def compiled() -> str:
+        return str(compile_fx_module.compile_fx("graph", []))  # type: ignore[arg-type]
+
+    def first() -> None:
+        with compile_fx_replaced(by):
+            seen.append(compiled())
+            inside.set()
+            assert other_left.wait(10)
+            seen.append(compiled())
+
+    monkeypatch.setattr(compile_fx_module, "compile_fx", original)
+    seen: list[str] = []
+    inside, other_left = threading.Event(), threading.Event()
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(10)
+    assert compiled() == "graph"
+    with compile_fx_replaced(by), compile_fx_replaced(by):
+        assert compiled() == "graph once"
+    assert compiled() == "graph" and compile_fx_module.compile_fx is not original
+    other_left.set()
+    thread.join()
+    assert seen == ["graph once"] * 2 and compile_fx_module.compile_fx is original
+
+
 # ---- torch's limits; tests/passes/test_lite_matrix.py has what is made right or refused ----
 
 
@@ -131,6 +169,19 @@ def test_two_draws_of_randn_like_stay_two_by_the_preset() -> None:
 
     assert not drawn_once(**OURS)
     assert drawn_once(backend="aot_eager") == (torch.__version__ < "2.14")
+
+
+def test_marked_dropout_draws_from_torchs_generator_by_the_preset() -> None:
+    def drop(x: Tensor) -> Tensor:
+        with mark():
+            return F.dropout(x * 2, 0.5)
+
+    def drawn(**how: Any) -> Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return torch.compile(drop, **how)(torch.ones(256))
+
+    assert torch.equal(drawn(**OURS), drawn(backend="aot_eager"))
 
 
 def test_a_bfloat16_product_of_an_expanded_tensor_is_torchs_limit() -> None:
