@@ -44,6 +44,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+GATHERS, BOTH = ("all_gather",), ("all_gather", "reduce_scatter")
 VARIANTS = MappingProxyType(
     {
         "eager": Variant(),
@@ -53,6 +54,10 @@ VARIANTS = MappingProxyType(
         "bucketed": Variant(captured=True, options={}),
         "overlapped": Variant(captured=True, options={"overlap": 1}),
         "overlapped_2": Variant(captured=True, options={"overlap": 2}),
+        "coalesced": Variant(captured=True, options={"overlap": 1, "coalesced": GATHERS}),
+        "coalesced_2": Variant(captured=True, options={"overlap": 2, "coalesced": GATHERS}),
+        "coalesced_all": Variant(captured=True, options={"overlap": 1, "coalesced": BOTH}),
+        "coalesced_all_2": Variant(captured=True, options={"overlap": 2, "coalesced": BOTH}),
         "bound": Variant(bound=True),
         "bucketed_graph": Variant(captured=True, options={"order": "graph", "cap_mb": 500.0}),
     }

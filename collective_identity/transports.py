@@ -98,6 +98,14 @@ _DEFAULTS: Final = MappingProxyType(
     }
 )
 
+_COALESCED: Final = MappingProxyType(
+    {
+        Transport.ALL_GATHER: f"{_NS}::all_gather_into_tensor_coalesced",
+        Transport.REDUCE_SCATTER: f"{_NS}::reduce_scatter_tensor_coalesced",
+        Transport.ALL_REDUCE: f"{_NS}::all_reduce_coalesced",
+    }
+)
+
 
 def default_overload(transport: Transport) -> torch._ops.OpOverload:
     """The functional operator that passes build for a transport.
@@ -108,12 +116,24 @@ def default_overload(transport: Transport) -> torch._ops.OpOverload:
     Raises:
         ValueError: the transport has no single functional operator, or this torch lacks it.
     """
-    name = _DEFAULTS.get(transport)
+    return _overload(_DEFAULTS.get(transport), transport, "a functional operator")
+
+
+def coalesced_overload(transport: Transport) -> torch._ops.OpOverload:
+    """The functional operator of a transport for a list of tensors; arguments as in `default_overload`.
+
+    Raises:
+        ValueError: the transport has none, or this torch lacks it.
+    """
+    return _overload(_COALESCED.get(transport), transport, "a coalesced operator")
+
+
+def _overload(name: str | None, transport: Transport, what: str) -> torch._ops.OpOverload:
     overload = compat.find_op(name) if name else None
     if overload is None:
         raise ValueError(
-            f"expected a transport with a functional operator, found {transport.value} on torch "
-            f"{torch.__version__}; build the node by hand"
+            f"expected a transport with {what}, found {transport.value} on torch {torch.__version__}; "
+            "build the node by hand"
         )
     return overload
 

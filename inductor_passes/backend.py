@@ -200,16 +200,13 @@ class _Compile:
     def _graph(self, kind: GraphKind, gm: fx.GraphModule) -> Iterator[_Graph]:
         """The log of one graph's compile, closed however that ends."""
         lite = lite_state(gm)  # before any pass, none of which can make it another
-        vanished = run_user_passes(gm, self._options.pre_passes)
         log = self._session.begin_graph(kind, self._name, NAME, lite=lite.value)
         start = time.perf_counter()
         try:
-            graph = _Graph(gm, self._context(kind, lite, log), log)
-            self._graphs[kind] = graph
-            for name, loss, node in vanished:
-                log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
             if self._options.dump:
                 log.dump(gm)
+            graph = _Graph(gm, self._context(kind, lite, log), log)
+            self._graphs[kind] = graph
             yield graph
         except BaseException as error:
             log.failed(error, compile_seconds=time.perf_counter() - start)
@@ -289,8 +286,13 @@ class _Graph:
         self.transformed = False
         self.rows_known = True
         self._groups: tuple[str, ...] | None = None
-        self.before: Rows = log.captured(self._look(gm))
-        self.after: Rows = self.before
+        if context.options.pre_passes:
+            self.before: Rows = log.captured(ci.collective_table(gm))
+            for name, loss, node in run_user_passes(gm, context.options.pre_passes):
+                log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
+            self.after: Rows = self._look(gm)
+        else:
+            self.before = self.after = log.captured(self._look(gm))
 
     @classmethod
     def recorded(cls, log: GraphLog, before: Rows, after: Rows) -> _Graph:

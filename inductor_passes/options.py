@@ -38,6 +38,8 @@ class BackendOptions:
             order, up to the cap) or ``"fqn"`` (by parameter name).
         fqns: names in the order that ``"fqn"`` follows; by number and letter where it is empty.
         mixed_dtypes: gathers of several element types may share a bucket, sent as bytes.
+        coalesced: the kinds whose buckets are sent member by member, each where it lies, in one coalesced call, instead
+            of being copied into one buffer; where a member does not lie contiguous, the bucket is copied.
         dedup: ``"off"``; ``"drop"``: ``RS(a) + RS(b)`` becomes ``RS(a + b)``, which reassociates the sum, and mixed
             roles merge without a role; ``"refuse"``: likewise, equal roles only.
         fusion: fuse all-gather + matmul and matmul + reduce-scatter of tensor parallelism on groups with symmetric
@@ -63,6 +65,7 @@ class BackendOptions:
     order: str = "param_group"
     fqns: tuple[str, ...] = ()
     mixed_dtypes: bool = False
+    coalesced: tuple[str, ...] = ()
     dedup: str = "off"
     fusion: bool = False
     overlap: int = 0
@@ -124,10 +127,11 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
         )
     if own.get("strict_lite"):
         given = {**strict_lite_options(), **given}
-    if "kinds" in own:
-        own["kinds"] = _several("kinds", own["kinds"])
-        for kind in own["kinds"]:
-            _one_of("kinds", kind, KINDS)
+    for name in ("kinds", "coalesced"):
+        if name in own:
+            own[name] = _several(name, own[name])
+            for kind in own[name]:
+                _one_of(name, kind, KINDS)
     if "fqns" in own:
         own["fqns"] = _several("fqns", own["fqns"])
         if not all(isinstance(one, str) for one in own["fqns"]):

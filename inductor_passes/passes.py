@@ -132,7 +132,7 @@ class Bucket:
         with collector_paused():
             plan = plan_buckets(
                 gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
-                mixed_dtypes=options.mixed_dtypes, identities=identities,
+                mixed_dtypes=options.mixed_dtypes, coalesced=options.coalesced, identities=identities,
             )
             return PassOutcome(changed=apply_plan(gm, plan), summary=plan.to_dict())
 

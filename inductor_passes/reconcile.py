@@ -152,8 +152,12 @@ class _Reconciler:
     def finish(self) -> None:
         """Look once at the whole graph: passes also write without creating or erasing anything."""
         seen: set[int] = set()
+        metas: set[int] = set()
         found = launches(self._gm)
         for node in self._gm.graph.nodes:
+            if id(node.meta) in metas:  # another node's whole metadata, assigned
+                node.meta = dict(node.meta)
+            metas.add(id(node.meta))
             body = wrapped_body(node)
             for inner in body.graph.nodes if body is not None else ():
                 if store.has_payload(inner):  # the node that runs the body is the collective
@@ -176,6 +180,9 @@ class _Reconciler:
                 self._drop(node, codes.DROPPED_OPAQUE, _who(), held.role, f"its operator is now {launch.transport}")
             elif node in self._decided:  # written over after its step
                 self._settle(node, Outcome(held), [held], _who())
+            elif now is not None and held is not None and self._count[now]:  # another's, given in passing
+                store.stamp(node, held)
+                self.done.cleared += 1
             elif now is None and held is not None:
                 self._drop(node, codes.DROPPED_UNKNOWN, _who(), held.role, "its metadata was written over")
 

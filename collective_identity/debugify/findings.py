@@ -179,8 +179,10 @@ def _ended(
     """Identities that no collective carries on."""
     reached = {part.number for parts in descent.values() for part in parts}
     by_name = {one.erased.name: one for one in reversed(seen.takeovers)}
-    reasons = {
-        launch.group: dropped for node, launch in starts.items() if (dropped := store.dropped_of(node)) is not None
+    reasons = {  # of those that took over from none: a reason speaks for its own collectives only
+        launch.group: dropped
+        for node, launch in starts.items()
+        if not descent.get(node) and (dropped := store.dropped_of(node)) is not None
     }
     for origin in origins.values():
         if origin.number in reached or origin.identity is None:

@@ -41,6 +41,7 @@ def bucket_collectives(
     order: str = "param_group",
     fqns: Sequence[str] = (),
     mixed_dtypes: bool = False,
+    coalesced: Iterable[Transport | str] = (),
     identities: Mapping[fx.Node, Identity | None] | None = None,
 ) -> Plan:
     """Merge FSDP collectives in place and return what was decided; arguments as for `plan_buckets`.
@@ -54,7 +55,8 @@ def bucket_collectives(
     """
     with collector_paused():
         plan = plan_buckets(
-            gm, kinds=kinds, cap_mb=cap_mb, order=order, fqns=fqns, mixed_dtypes=mixed_dtypes, identities=identities
+            gm, kinds=kinds, cap_mb=cap_mb, order=order, fqns=fqns, mixed_dtypes=mixed_dtypes, coalesced=coalesced,
+            identities=identities,
         )
         if apply_plan(gm, plan):
             gm.recompile()

@@ -1,4 +1,7 @@
-"""How does a bucket look in the graph? Builds its nodes directly: ``cat``, one collective, a wait, ``split``."""
+"""How does a bucket look in the graph? Builds its nodes directly: ``cat``, one collective, a wait, ``split``.
+
+Or, where the plan says so and each member allows it, as `coalesced` has it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from collective_identity import merge, store
 from collective_identity.transports import WAIT, Transport, default_overload, launch_of
 
 from ..sizes import is_static
+from .coalesced import build_coalesced, can_coalesce
 from .node_builder import NodeBuilder, mode_of
 from .plan import Bucket
 
@@ -46,6 +50,10 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
     build = NodeBuilder(
         graph, mode_of(sent), {k: members[0].meta[k] for k in _HANDED_ON if k in members[0].meta}
     )
+    if bucket.coalesced and can_coalesce(bucket, sent):
+        start, items, ends = build_coalesced(build, bucket, sent)
+        _identify(start, bucket)
+        return Built([start], items, ends)
     ranks = key.group_size or 1
     rows = ranks if key.transport is Transport.REDUCE_SCATTER else 1
     received_rows = ranks if key.transport is Transport.ALL_GATHER else 1

@@ -37,6 +37,7 @@ def plan_buckets(
     order: str = "param_group",
     fqns: Sequence[str] = (),
     mixed_dtypes: bool = False,
+    coalesced: Iterable[Transport | str] = (),
     identities: Mapping[fx.Node, Identity | None] | None = None,
 ) -> Plan:
     """Decide which FSDP collectives of a graph become one, and why the others do not. Changes nothing.
@@ -60,15 +61,18 @@ def plan_buckets(
             a unit out as eager FSDP2 does, so that its reductions add up in the same order.
         mixed_dtypes: gathers of several element types may share a bucket and go as bytes: exact, since a gather
             only moves them, and aligned, since each piece is copied into memory of its own. Never reductions.
+        coalesced: transports whose buckets are sent member by member in one call, see `Bucket`.
         identities: what `classify` says of this graph; asked for here when None.
 
     Raises:
         ValueError: an unknown kind or order, a cap that is not positive.
     """
-    wanted = _kinds(kinds)
+    wanted, in_place = _kinds(kinds), _kinds(coalesced)
     caps = _caps(cap_mb)
     if order not in get_args(Order):
         raise ValueError(f"expected order {' | '.join(get_args(Order))}, found {order!r}")
+    if not isinstance(fqns, Sequence) or isinstance(fqns, str):
+        raise ValueError(f"expected fqns to be parameter names in a list or a tuple, found {fqns!r}")
     nodes = list(gm.graph.nodes)
     verdicts = classify(gm) if identities is None else identities
     candidates, refusals = survey(nodes, verdicts, wanted)
@@ -91,7 +95,7 @@ def plan_buckets(
         named = order == "graph" or members[0].identity.param_group is not None
         for part in _fill(_sorted(members, order, rank), caps or (() if named else (UNNAMED_CAP_MB,))):
             if len(part) > 1:
-                buckets.append(_bucket(part, levels[part[0].node], order))
+                buckets.append(_bucket(part, levels[part[0].node], order, in_place))
             else:
                 alone += part
                 if len(members) > 1:
@@ -198,7 +202,7 @@ def _cap(caps: Sequence[float], number: int) -> float:
     return caps[min(number, len(caps) - 1)]
 
 
-def _bucket(members: Sequence[Candidate], depth: int, order: str) -> Bucket:
+def _bucket(members: Sequence[Candidate], depth: int, order: str, coalesced: frozenset[Transport]) -> Bucket:
     first = members[0]
     assert first.launch.group is not None
     one_dtype = len({c.dtype for c in members}) == 1
@@ -218,6 +222,7 @@ def _bucket(members: Sequence[Candidate], depth: int, order: str) -> Bucket:
         tuple(c.node for c in members),
         tuple(c.identity for c in members),
         sum(c.nbytes for c in members),
+        key.transport in coalesced,
     )
 
 
@@ -269,8 +274,10 @@ class _Explanation:
 
 
 def _kinds(kinds: Iterable[Transport | str]) -> frozenset[Transport]:
-    names = [kinds] if isinstance(kinds, str) else list(kinds)
     allowed = {t.value: t for t in BUCKETED}
+    if not isinstance(kinds, Iterable):
+        raise ValueError(f"expected kinds out of {', '.join(allowed)}, found {kinds!r}")
+    names = [kinds] if isinstance(kinds, str) else list(kinds)
     for name in names:
         if str(name) not in allowed:
             raise ValueError(f"expected kinds out of {', '.join(allowed)}, found {str(name)!r}")
@@ -281,6 +288,7 @@ def _caps(cap_mb: float | Sequence[float] | None) -> tuple[float, ...]:
     if cap_mb is None:
         return ()
     caps = tuple(cap_mb) if isinstance(cap_mb, Sequence) else (cap_mb,)
-    if not caps or not all(isinstance(c, (int, float)) and c > 0 and not math.isnan(c) for c in caps):
+    numbers = all(isinstance(c, (int, float)) and not isinstance(c, bool) for c in caps)
+    if not caps or not numbers or not all(c > 0 and not math.isnan(c) for c in caps):
         raise ValueError(f"expected cap_mb to be a positive number of MiB or several, found {cap_mb!r}")
     return tuple(float(c) for c in caps)

@@ -87,7 +87,7 @@ class NodeBuilder:
     def like_both(self, one: fx.Node, other: fx.Node) -> Any:
         """The value of an operator that combines two tensors alike element by element; None: ask the operator."""
         a, b = self.value(one), self.value(other)
-        return fresh_like(a) if a.stride() == b.stride() else None
+        return fresh_like(a) if a.stride() == b.stride() and a.is_contiguous() else None
 
     def joined(self, nodes: Sequence[fx.Node], dim: int) -> Any:
         """The value of a ``cat`` of contiguous tensors without symbols; None: ask the operator."""

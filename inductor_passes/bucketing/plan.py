@@ -55,12 +55,15 @@ class Bucket:
         members: start nodes in the order in which they are laid out in the buffer.
         identities: the identity of each member, by which the bucket's own is combined.
         nbytes: sum over the members of the larger of input and output, in bytes; a symbolic size counts as its hint.
+        coalesced: send each member where it lies, in one call, instead of copying all into one buffer. Where a member
+            is not contiguous, empty, of symbolic size or of another element type, the bucket is copied all the same.
     """
 
     key: BucketKey
     members: tuple[fx.Node, ...]
     identities: tuple[Identity, ...]
     nbytes: int
+    coalesced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Plan:
             extra = [str(key.dtype).removeprefix("torch."), str(key.device)]
             extra += [key.reduce_op] if key.reduce_op else []
             extra += [f"depth {key.depth}"] if key.depth else []
+            extra += ["coalesced"] if bucket.coalesced else []
             unit = f" of {key.param_group!r}" if key.param_group is not None else ""
             lines.append(f"  bucket {number}: {len(bucket.members)} x {key.role} ({key.transport.value})"
                          f"{unit} on group {key.group}, {bucket.nbytes / MIB:.2f} MiB, {', '.join(extra)}: "
@@ -140,6 +144,7 @@ class Plan:
                     "param_group": b.key.param_group,
                     "depth": b.key.depth,
                     "nbytes": b.nbytes,
+                    "coalesced": b.coalesced,
                     "members": [m.name for m in b.members],
                 }
                 for b in self.buckets

@@ -68,7 +68,8 @@ MUTATED: Final = Code(
 )
 DEPENDS: Final = Code(
     "BK013", "depends", "info",
-    "other bucketable collectives come between it and the others of its key, so one would wait for itself",
+    "other bucketable collectives come before it than before the others of its key, and merging across such levels is "
+    "not tried: one might wait for itself",
     "nothing to do",
 )
 PHASE: Final = Code(

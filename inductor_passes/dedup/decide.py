@@ -170,7 +170,8 @@ def _undisturbed(
     """Without the merges of sums that read something written meanwhile: the rewrite reads addends later."""
     if not merges:
         return []
-    watched = [leaf for m in merges for leaf in m.sum.addends]
+    sums = {m.sum.root: m.sum for m in merges}  # one sum may have a merge for each role or group
+    watched = [leaf for one in sums.values() for leaf in one.addends]
     watched += [sent for m in merges for start in m.members for sent in start.all_input_nodes]
     hazards = hazards_of(nodes, watched)
     if not hazards.writes:

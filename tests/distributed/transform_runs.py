@@ -23,6 +23,7 @@ from torch import fx
 
 from collective_identity import identity_of, members_of, start_nodes, store
 from inductor_passes import bucket_collectives, dedup_reduce_scatters, fuse_tensor_parallel
+from inductor_passes.bucketing import BUCKETED
 from inductor_passes.overlap import apply_overlap, plan_overlap
 from tests.distributed.launch import launch
 from tests.distributed.transform_graphs import Graph
@@ -47,7 +48,7 @@ def everything(gm: fx.GraphModule) -> None:
 
 PASSES: dict[str, Callable[[fx.GraphModule], object]] = {
     "bucket": bucket_collectives,
-    "bucket by name": lambda gm: bucket_collectives(gm, order="fqn"),
+    "bucket by name, coalesced": lambda gm: bucket_collectives(gm, order="fqn", coalesced=BUCKETED),
     "bucket across units, as bytes": lambda gm: bucket_collectives(gm, order="graph", mixed_dtypes=True),
     "dedup": dedup_reduce_scatters,
     "dedup equals": lambda gm: dedup_reduce_scatters(gm, mixed="refuse"),

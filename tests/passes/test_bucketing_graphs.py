@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
@@ -60,6 +61,55 @@ def test_scatter_bucket() -> None:
         "reduce_scatter_tensor(%5, avg, 2, dp)", "wait_tensor(%6)", "split_with_sizes(%7, [16, 3], 0)",
         "getitem(%8, 0)", "reshape(%9, [2, 8])", "getitem(%8, 1)", "output((%10, %11))",
     ]
+
+
+def test_coalesced_buckets() -> None:
+    """Nothing is copied: one call, and each member's own result waited for where it was."""
+    shapes = [(4, 8), (6,)]
+    kinds: dict[str, tuple[Any, str]] = {
+        "all_gather": (lambda b, w: b.all_gather(w, role=UNSHARD), "all_gather_into_tensor_coalesced([%0, %1], 2, dp)"),
+        "reduce_scatter": (
+            lambda b, w: b.reduce_scatter(w, role=REDUCE, op="avg"),
+            "reduce_scatter_tensor_coalesced([%0, %1], avg, 2, dp)",
+        ),
+        "all_reduce": (
+            lambda b, w: b.all_reduce(w, role=REPLICATE, op="sum"),
+            "all_reduce_coalesced([%0, %1], sum, dp)",
+        ),
+    }
+    for kind, (add, line) in kinds.items():
+        b = Builder()
+        made = [add(b, b.placeholder(f"w{i}", shape)) for i, shape in enumerate(shapes)]
+        had = [c.wait.meta["val"] for c in made]
+        b.output(*(c.wait for c in made))
+        gm = b.module()
+        plan = bucketed(gm, coalesced=[kind])
+        assert plan.buckets[0].coalesced and plan.to_dict()["buckets"][0]["coalesced"]
+        assert text(gm) == [
+            "placeholder()", "placeholder()", line, "getitem(%2, 0)", "getitem(%2, 1)",
+            "wait_tensor(%3)", "wait_tensor(%4)", "output((%5, %6))",
+        ]
+        (start,) = start_nodes(gm)
+        record, found = members_of(start), identity_of(start)
+        assert record is not None and [m.name for m in record.members] == [c.start.name for c in made]
+        assert found is not None and found.source is Source.EXPLICIT
+        waits = [n.meta["val"] for n in gm.graph.nodes if is_wait(n)]
+        assert [(v.shape, v.stride(), v.dtype) for v in waits] == [(v.shape, v.stride(), v.dtype) for v in had]
+
+
+@pytest.mark.parametrize("why", ["gaps", "empty", "another type", "another kind"])
+def test_what_cannot_be_sent_where_it_lies_is_copied(why: str) -> None:
+    b = Builder()
+    first, other = b.placeholder("w0"), b.placeholder("w1", (0, 8) if why == "empty" else (4, 8))
+    if why == "gaps":
+        other = b.call(aten.t.default, other)
+    if why == "another type":
+        other = b.cast(other, torch.bfloat16)
+    made = [b.all_gather(one, role=UNSHARD) for one in (first, other)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    bucketed(gm, coalesced=["all_reduce" if why == "another kind" else "all_gather"], mixed_dtypes=True)
+    assert [str(n.target) for n in start_nodes(gm)] == ["_c10d_functional.all_gather_into_tensor.default"]
 
 
 def test_reduce_bucket() -> None:

@@ -215,6 +215,10 @@ def test_a_whole_steps_second_gathers_stay_in_backward(order: str) -> None:
 @pytest.mark.parametrize(("options", "message"), [
     ({"order": "random"}, "expected order param_group | graph | fqn, found 'random'"),
     ({"kinds": ("all_to_all",)}, "expected kinds out of all_gather, reduce_scatter, all_reduce, found 'all_to_all'"),
+    ({"kinds": 5}, "expected kinds out of all_gather, reduce_scatter, all_reduce, found 5"),
+    ({"coalesced": ["broadcast"]}, "expected kinds out of all_gather, reduce_scatter, all_reduce, found 'broadcast'"),
+    ({"fqns": None}, "expected fqns to be parameter names in a list or a tuple, found None"),
+    ({"cap_mb": True}, "expected cap_mb to be a positive number of MiB or several, found True"),
     ({"cap_mb": 0}, "expected cap_mb to be a positive number of MiB or several, found 0"),
     ({"cap_mb": []}, "found []"), ({"cap_mb": [1, -1]}, "found [1, -1]"), ({"cap_mb": float("nan")}, "found nan"),
 ])
@@ -249,7 +253,8 @@ def test_a_plan_can_be_read_and_stored() -> None:
     stored = json.loads(json.dumps(plan.to_dict()))
     assert stored["buckets"] == [{
         "role": UNSHARD, "transport": "all_gather", "group": "dp", "group_size": 2, "dtype": "float32",
-        "device": "cpu", "reduce_op": None, "param_group": "layers.0", "depth": 0, "nbytes": 1280, "members": n,
+        "device": "cpu", "reduce_op": None, "param_group": "layers.0", "depth": 0, "nbytes": 1280,
+            "coalesced": False, "members": n,
     }]
     assert stored["refusals"] == [{
         "node": "reduce_scatter_tensor_default", "reason": "BK017", "slug": "alone",

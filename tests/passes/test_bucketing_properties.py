@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 from collective_identity.store import identity_of, members_of
-from collective_identity.transports import launch_of, start_nodes
-from inductor_passes.bucketing import REASONS, apply_plan, bucket_collectives, plan_buckets
+from collective_identity.transports import Transport, launch_of, start_nodes
+from inductor_passes.bucketing import BUCKETED, REASONS, apply_plan, bucket_collectives, plan_buckets
 from inductor_passes.bucketing.levels import depths
 from inductor_passes.bucketing.order import RingError, stable_order
 from tests.graphs import Builder, aten
@@ -240,15 +240,18 @@ def truthful(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], seed: int, ol
 
 @SLOW
 @given(st.integers(0, 2**32), st.sampled_from(["param_group", "graph", "fqn"]),
-       st.sampled_from([None, 0.0002, [0.0001, 0.0004]]))
-def test_values_writes_and_random_numbers_stay_the_same(seed: int, order: str, cap: Any) -> None:
-    check(seed, order=order, cap_mb=cap)
+       st.sampled_from([None, 0.0002, [0.0001, 0.0004]]), st.sets(st.sampled_from(BUCKETED)))
+def test_values_writes_and_random_numbers_stay_the_same(
+    seed: int, order: str, cap: Any, coalesced: set[Transport]
+) -> None:
+    check(seed, order=order, cap_mb=cap, coalesced=coalesced)
 
 
 def test_the_random_graphs_reach_what_they_are_for() -> None:
     met: Counter[str] = Counter()
     for seed in range(40):
         met += check(seed, order="graph")
+        check(seed, order="graph", coalesced=BUCKETED)
     assert met["bucketed"] > 100
     assert {"no_role", "other_role", "depends", "mutated", "incompatible", "alone"} <= set(met)
 

@@ -87,6 +87,26 @@ def test_shapes_and_element_types(shape: tuple[int, ...], dtype: torch.dtype) ->
     assert out.meta["val"].dtype == dtype and out.meta["val"].shape == made[0].wait.meta["val"].shape
 
 
+@pytest.mark.parametrize("how", ["expanded", "gaps", "transposed", "contiguous"])
+def test_the_sum_says_how_it_lies_in_memory(how: str) -> None:
+    """The operator's own strides, whatever those of the operands."""
+    b = Builder()
+    laid = {
+        "expanded": lambda node: b.call(aten.expand.default, node, [4, 8]),
+        "gaps": lambda node: b.call(aten.slice.Tensor, node, 1, 0, 16, 2),
+        "transposed": lambda node: b.call(aten.t.default, node),
+        "contiguous": lambda node: node,
+    }[how]
+    shape = {"expanded": (1, 8), "gaps": (4, 16), "transposed": (8, 4), "contiguous": (4, 8)}[how]
+    sent = [laid(b.placeholder(f"g{i}", shape)) for i in range(2)]
+    gm = finish(b, chain(b, [b.reduce_scatter(one, role=REDUCE, op="sum").wait for one in sent]))
+    assert len(deduped(gm).merges) == 1
+    (total,) = [n for n in gm.graph.nodes if n.target is aten.add.Tensor]
+    with b.fake:
+        expected = torch.add(*(one.meta["val"] for one in sent))
+    assert total.meta["val"].stride() == expected.stride()
+
+
 def test_a_whole_tree_becomes_one_in_one_step() -> None:
     b = Builder()
     waits = [c.wait for c in scatters(b, 8)]

@@ -89,8 +89,8 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(OptionError) as raised:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
-        "backend 'collective_identity' expects options among bucketing, cap_mb, dedup, dump, fqns, fusion, inner, "
-        "kinds, mixed_dtypes, order, overlap, policy, pre_passes, reshard, strict_lite, or Inductor's "
+        "backend 'collective_identity' expects options among bucketing, cap_mb, coalesced, dedup, dump, fqns, "
+        "fusion, inner, kinds, mixed_dtypes, order, overlap, policy, pre_passes, reshard, strict_lite, or Inductor's "
         f"own (torch._inductor.list_options()), found {name!r}: remove or correct them"
     )
 
@@ -179,6 +179,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {"order": "fqn", "fqns": ["a", "b"]},
     {"order": "fqn", "fqns": ["b", "a"]},
     {"mixed_dtypes": True},
+    {"coalesced": ["all_gather"]},
     {"dedup": "drop"},
     {"dedup": "refuse"},
     {"fusion": True},

@@ -248,6 +248,20 @@ def test_shared_dicts_are_parted() -> None:
     assert not store.has_payload(made[0].wait)
 
 
+def test_whole_metadata_is_parted() -> None:
+    """`wait.meta = start.meta`: the spread is taken off the wait, the start keeps what it had."""
+    b, made = pair(PARAM_UNSHARD, PARAM_UNSHARD)
+    b.output(*(one.wait for one in made))
+    gm = b.module()
+    had = [identity_of(one.start) for one in made]
+    with reconciled(gm) as done:
+        for one in made:
+            one.wait.meta = one.start.meta
+    assert [identity_of(one.start) for one in made] == had and None not in had
+    assert not any(store.has_payload(one.wait) for one in made)
+    assert done.lost == []
+
+
 def test_equal_collectives_found_equal() -> None:
     """CSE: the one that stays has what both agree on."""
     for roles, expected in (((PARAM_UNSHARD, PARAM_UNSHARD), PARAM_UNSHARD), ((PARAM_UNSHARD, "cp.kv"), None)):

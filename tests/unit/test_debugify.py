@@ -116,6 +116,25 @@ def test_no_fault() -> None:
     assert kinds == {"nothing": {Kind.UNCHANGED}, "with_reason": {Kind.DROP_WITH_REASON}}
 
 
+def test_a_reason_speaks_for_its_own_collective_only() -> None:
+    def silent_beside_recorded(gm: fx.GraphModule) -> None:
+        first, second, *_ = start_nodes(gm)
+        with gm.graph.inserting_before(first):
+            new = gm.graph.call_function(first.target, first.args)
+        drop(new, ci.CODES["CI031"], "silent_beside_recorded", "on purpose")
+        first.replace_all_uses_with(new)
+        gm.graph.erase_node(first)
+        (wait,) = second.users
+        with gm.graph.inserting_before(wait):
+            local = gm.graph.call_function(aten.cat.default, ([second.args[0], second.args[0]],))
+        wait.replace_all_uses_with(local)
+        gm.graph.erase_node(wait)
+        gm.graph.erase_node(second)
+
+    labelled = debugify(silent_beside_recorded, graph()).passes[0]
+    assert (labelled.counts[Kind.DROP_WITH_REASON], labelled.counts[Kind.DROP]) == (1, 1)
+
+
 def test_a_returned_module_is_followed() -> None:
     def retraced(gm: fx.GraphModule) -> fx.GraphModule:
         return fx.Transformer(gm).transform()
