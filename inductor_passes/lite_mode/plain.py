@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -13,6 +14,8 @@ from .. import upstream
 from .decompose import select
 from .lowering import prepare
 from .marks import marks_digest
+
+_PACKAGE = Path(__file__).parent.parent
 
 
 @contextmanager
@@ -56,5 +59,5 @@ def _compile(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
 
 
 def _tag(*graphs: fx.GraphModule) -> str:
-    """The marks of what was captured and, for Inductor's key, of what AOTAutograd traced from it."""
-    return f"lite:{':'.join(map(marks_digest, graphs))}"
+    """The marks of what was captured and, for Inductor's key, of what AOTAutograd traced from it; and our sources."""
+    return f"lite:{upstream.source_hash(_PACKAGE)}:{':'.join(map(marks_digest, graphs))}"
