@@ -36,7 +36,7 @@ from . import coverage, upstream
 from .contract import GraphPass, PassContext
 from .device_policy import compile_under
 from .equals import settle_equal_collectives
-from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
+from .lite_mode import LiteState, Selection, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, role_counts, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
@@ -92,7 +92,7 @@ class _Compile:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions) -> None:
         self._gm, self._inputs, self._options = gm, inputs, options
-        self._lite = select(options.inductor_patches)
+        self._lite = select(options.inductor_patches) if options.inner == "inductor" else Selection({}, None)
         self._lite_state = self._lite.state(gm) if options.inner == "inductor" else LiteState.OFF
         if options.policy is not None and self._lite_state is not LiteState.OFF and self._lite.table is None:
             raise OptionError(

@@ -520,7 +520,9 @@ def inductor_flags(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
     return inductor_config.patch(dict(values))  # type: ignore[attr-defined, no-any-return]
 
 
-LOWERED_AFTER_GRAD = ("auto_functionalized", "auto_functionalized_v2", "map_impl", "scan")
+LOWERED_AFTER_GRAD = (
+    "auto_functionalized", "auto_functionalized_v2", "map_impl", "scan", "triton_kernel_wrapper_functional"
+)  # fmt: skip
 """Higher-order operators without a lowering: torch rewrites them in its post-grad passes, which lite mode skips."""
 
 
@@ -542,6 +544,7 @@ def rewrite_unlowered(gm: fx.GraphModule) -> bool:
         for node in module.graph.nodes:
             _copy_all_mutated(node)
         with _scalars_allowed(module):
+            post_grad.decompose_triton_kernel_wrapper_functional(module.graph)
             post_grad.decompose_auto_functionalized(module.graph)
             post_grad.decompose_scan_to_while_loop(module)
             post_grad.decompose_map_to_while_loop(module)
@@ -563,7 +566,8 @@ def _scalars_allowed(gm: fx.GraphModule) -> Iterator[None]:
         return
     was, mode.allow_scalar_outputs = getattr(mode, "allow_scalar_outputs", False), True
     try:
-        yield
+        with mode:  # as it is while Inductor compiles
+            yield
     finally:
         mode.allow_scalar_outputs = was
 

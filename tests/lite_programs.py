@@ -181,15 +181,13 @@ def world() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run(count: int, seed: int, **lite: Any) -> dict[Program, str]:
+def run(count: int, seed: int, **lite: Any) -> Iterator[tuple[Program, str]]:
     """Compare ``count`` programs from ``seed`` on; those that differ or raise, alone as well as bundled, and how."""
-    wrong: dict[Program, str] = {}
     for _, bundle in itertools.groupby(map(Program, range(seed, seed + count)), lambda program: program.bundle):
         group = list(bundle)
         if together := _wrong(group, **lite):
             alone = [_wrong([program], **lite) for program in group]
-            wrong |= {program: said for one in alone for program, said in one.items()} or together
-    return wrong
+            yield from ({program: said for one in alone for program, said in one.items()} or together).items()
 
 
 def _wrong(programs: Sequence[Program], **lite: Any) -> dict[Program, str]:
@@ -208,11 +206,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    wrong = 0
     with world(), ci.enable(agreement_timeout=0):
-        wrong = run(given.programs, given.seed, backend="collective_identity", options={"strict_lite": True})
-    for program, said in wrong.items():
-        print(f"{said}: --programs 1 --seed {program.seed}: {program.steps()}")
-    print(f"{given.programs} programs from seed {given.seed}: {len(wrong)} differ from aot_eager or raise")
+        how: dict[str, Any] = {"backend": "collective_identity", "options": {"strict_lite": True}}
+        for program, said in run(given.programs, given.seed, **how):
+            wrong += 1
+            print(f"{said}: --programs 1 --seed {program.seed}: {program.steps()}", flush=True)
+    print(f"{given.programs} programs from seed {given.seed}: {wrong} differ from aot_eager or raise")
     return int(bool(wrong))
 
 

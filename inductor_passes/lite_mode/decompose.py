@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from .. import upstream
+from .lowering import LiteUnsupported
 from .marks import KEY, is_marked
 from .state import SWITCH, LiteState, lite_state
 
@@ -155,12 +156,21 @@ class Selection:
 
 
 def select(options: Mapping[str, Any]) -> Selection:
-    """Decide from the options of this compile and the configuration of the moment."""
+    """Decide from the options of this compile and the configuration of the moment.
+
+    Raises:
+        LiteUnsupported: decompositions for marked code alone, but no fallback for the rest.
+    """
 
     def now(name: str) -> Any:
         return options[name] if name in options else upstream.inductor_flag(name)
 
     if not now(SWITCH):
+        if now(SELECTIVE):
+            raise LiteUnsupported(
+                f"{SELECTIVE}=True expects {SWITCH}=True, found False: torch then has a fallback and a decomposition "
+                'for one operator. Set both (mode="lite" does), or neither'
+            )
         return Selection(options, None)
     switches = {name: now(name) for name in upstream.mode_options()["lite"]}
     if not switches[SELECTIVE]:

@@ -16,10 +16,12 @@ import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import collective_identity as ci
 from benchmarks.selective_decompose import capture, shape_of
 from inductor_passes import one_trace
+from inductor_passes.lite_mode import prepare
 from inductor_passes.upstream import compile_fx_replaced
 
 OURS: dict[str, Any] = {"backend": "collective_identity", "options": {"strict_lite": True}}
@@ -168,6 +170,46 @@ def test_a_transposed_gradient(function: Callable[[Tensor], Tensor], traced_once
     expected = gradient(backend="aot_eager")
     found = gradient(**{"mode": "lite"} if traced_once else OURS)
     assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"selective_decompose": True}, {"strict_lite": True, "fallback_by_default": False}],
+    ids=["alone", "part"],
+)
+def test_marks_without_fallback_are_refused_with_the_way_out(options: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=r"selective_decompose=True expects fallback_by_default=True.*Set both"):
+        torch.compile(unmarked, backend="collective_identity", options=options)(torch.ones(8))
+    torch._dynamo.reset()
+    with inductor_config.patch(selective_decompose=True):
+        eager = torch.compile(unmarked, backend="collective_identity", options={"inner": "aot_eager"})
+        assert torch.equal(eager(torch.ones(8)), unmarked(torch.ones(8)))
+
+
+def test_a_kernel_of_the_users_is_rewritten_as_torch_does_after_grad() -> None:
+    """It has no lowering otherwise; torch 2.15 rewrites it in lite mode itself. The graph alone needs no GPU."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    def f(x: Tensor) -> Tensor:
+        made = wrap.triton_kernel_wrapper_functional(
+            kernel_idx=wrap.kernel_side_table.add_kernel(object()),
+            constant_args_idx=wrap.kernel_side_table.add_constant_args({}),
+            grid=[(1, 1, 1)],
+            tma_descriptor_metadata={},
+            kwargs={"x": x},
+            tensors_to_clone=["x"],
+        )
+        return made["x"] * 2
+
+    gm = make_fx(f, tracing_mode="fake")(torch.ones(4))
+    names = [str(node.target) for node in gm.graph.nodes]
+    assert "triton_kernel_wrapper_functional" in names
+    prepare(gm)
+    gm.graph.lint()
+    names = [str(node.target) for node in gm.graph.nodes]
+    assert "triton_kernel_wrapper_mutation" in names and "triton_kernel_wrapper_functional" not in names
+    (kernel,) = (node for node in gm.graph.nodes if str(node.target) == "triton_kernel_wrapper_mutation")
+    assert all(node.op == "call_function" for node in kernel.all_input_nodes), "it writes a copy"
 
 
 # ---- torch's limits; tests/passes/test_lite_matrix.py has what is made right or refused ----
