@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import operator
 import os
 import sys
@@ -13,14 +15,15 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 
-VERSIONS = (sys.version.split()[0], torch.__version__, sympy.__version__)
+VERSIONS = (sys.version.split()[0], torch.__version__, importlib.metadata.version("sympy"))
 
 _PYTHON = tuple({os.path.dirname(os.__file__) + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _FOLDERS: Mapping[str, tuple[str, ...]] = {
-    one.__name__: (os.path.dirname(str(one.__file__)) + os.sep,) for one in (torch, sympy)
+    name: tuple(folder + os.sep for folder in found.submodule_search_locations or ())
+    for name in ("torch", "sympy")  # which torch needs: it is there
+    if (found := importlib.util.find_spec(name)) is not None
 }
 
 _UNSEEN: Mapping[int, tuple[str, object]] = {
