@@ -5,9 +5,11 @@ Exit codes: 0 fine; 1 something was found (`check`, `diff`, `debugify`, `doctor`
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
@@ -106,7 +108,9 @@ def unsupported() -> list[str]:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script. What the terminal's encoding has no sign for is shown escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()
 
 
