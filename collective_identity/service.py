@@ -127,8 +127,11 @@ class Service:
     def _say_where(self, address: str) -> None:
         logger.info("to see where this job stands: collective-identity watch %s", address)
         if self._run_dir is not None:
+            whole = Path(self._run_dir, STORE_FILE)
+            part = whole.with_suffix(f".{os.getpid()}")
             try:
-                Path(self._run_dir, STORE_FILE).write_text(json.dumps({"store": address}) + "\n")
+                part.write_text(json.dumps({"store": address}) + "\n")
+                part.replace(whole)  # whole or not at all
             except OSError as error:
                 logger.warning("%s: %s not written: %s", self._run_dir, STORE_FILE, error)
 
