@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from collective_identity.board import NEWEST, Board, spell, unspell
 from collective_identity.standstill import Graph, Seen, judge
-from collective_identity.watch import StoreError, Watcher, open_store
+from collective_identity.watch import Watcher
 
 GATHER = {
     "transport": "all_gather",
@@ -176,16 +176,3 @@ def test_the_watcher_follows_the_newest_start_and_sees_who_falls_silent(monkeypa
     ranks, verdict, difference = watcher.look(4.0) or pytest.fail("nothing seen")
     assert (watcher.start["restart"], [one.rank for one in ranks], verdict.unheard) == (1, [0], (1,))
     assert not verdict.stands and difference == {"rank": 0}
-
-
-def test_an_address_that_leads_nowhere_says_what_was_expected(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    for where, said in (
-        (None, "expected an address, a run folder or MASTER_ADDR and MASTER_PORT"),
-        ("tcp://127.0.0.1:1", "expected the store of a running job at tcp://127.0.0.1:1, found ConnectionRefusedError"),
-        ("tcp://nonsense", "expected the store of a running job at tcp://nonsense"),
-        (f"file:{tmp_path}/none", "expected the file of a store"),
-        (str(tmp_path), "expected store.json in the run folder"),
-    ):
-        with pytest.raises(StoreError, match=said):
-            open_store(where)
