@@ -165,9 +165,12 @@ class _Beats:
         self._said_still = still >= _STILL
         self._sent = now
         self._beat += 1
+        compiling = self._said_still and not look["doing"] and compat.compiling()
         record = {
             **look,
+            "doing": ["compiles, in torch.compile"] if compiling else look["doing"],
             "beat": self._beat,
+            "time": round(time.time(), 3),
             "every": self._every,
             "still": round(still, 1),
             "ended": ended,

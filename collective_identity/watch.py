@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,6 +26,7 @@ from .standstill import Graph, Seen, Verdict, judge
 PATIENCE: Final = 5.0
 """Seconds that a store is given to answer for the first time."""
 _GRACE: Final = 3  # missed signs of life after which a rank counts as silent
+_LATE: Final = 1.5  # seconds after which what a rank has to say is on the store
 
 
 _T = TypeVar("_T")
@@ -61,6 +63,11 @@ class Watcher:
             self._beats, self._operations = {}, {}
         board = self._board
         seen = [one for rank in range(start["ranks"]) if (one := self._rank(board, rank)) is not None]
+        newest = max((one.record.get("time", 0.0) for one in seen), default=0.0)
+        for i, one in enumerate(seen):
+            age = newest - one.record.get("time", newest)
+            if not one.gone and age > _GRACE * one.record["every"] + _LATE:
+                seen[i] = replace(one, old=age)
         return seen, judge(seen, start["ranks"], stall), board.get("difference")
 
     def _rank(self, board: Board, rank: int) -> Seen | None:
@@ -73,6 +80,8 @@ class Watcher:
             since = now
             self._beats[rank] = record["beat"], now
         silent = not record["ended"] and now - since > _GRACE * record["every"]
+        if record["frames"]:  # it said that it stands, and would say when it moves
+            record["still"] += max(0.0, now - since - _LATE)
         if record["frames"] and beat != record["beat"]:  # it stands: torch's record was written with it
             self._operations[rank] = board.get(f"operations/{rank}") or {}
         elif not record["frames"]:

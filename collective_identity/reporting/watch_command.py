@@ -24,18 +24,23 @@ def lines(seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None,
     ended = all(one.record["ended"] for one in seen) and not verdict.unheard
     if ended:
         yield f"{ranks} ranks, all have ended"
+    elif verdict.stands and all(one.gone for one in seen):
+        yield f"{ranks} ranks, none gives a sign of life"
     elif verdict.stands:
         yield f"{ranks} ranks, none has moved for {verdict.still:.0f} s"
+    elif verdict.compiling:
+        which = ", ".join(map(str, verdict.compiling))
+        yield f"{ranks} ranks, not moved for {verdict.still:.0f} s while a compile goes on (ranks {which}): no hang"
     else:
         yield f"{ranks} ranks, moving"
     for finding in verdict.findings:
         yield f"  {finding}"
     if verdict.unheard:
         yield f"  not heard from ranks {list(verdict.unheard)}: they have compiled nothing yet, or never started"
-    if verdict.stands and not verdict.findings:
+    if verdict.stands and not verdict.findings and not all(one.gone for one in seen):
         yield "  no rank waits in a collective that another has not reached; look at where they stand"
     for one in seen:
-        if verdict.stands or one.silent:
+        if verdict.stands or verdict.compiling or one.silent or one.old:
             yield f"  rank {one.rank} ({one.record['host']}, process {one.record['pid']}) {one.where()}"
 
 
@@ -82,8 +87,9 @@ def watch_command(
             text = _text(watcher.start, seen, verdict, difference, as_json)
             news = repr((verdict.stands, verdict.findings, verdict.unheard, difference, [s.where() for s in seen]))
             if not verdict.stands:
-                news = repr((verdict.unheard, difference, ended))
-            final = ended or (once and (verdict.stands or difference is not None or late))
+                news = repr((verdict.unheard, verdict.compiling, difference, ended))
+            sure = verdict.stands and not any(one.old for one in seen)  # whether those live is soon known
+            final = ended or (once and (sure or difference is not None or late))
             if news != said and (not once or final):
                 typer.echo(text)
                 said = news
