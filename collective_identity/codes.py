@@ -173,7 +173,7 @@ NOT_CAPTURED: Final = Code(
     "not_captured",
     "warning",
     "an expected collective never entered the graph",
-    "install fsdp_hooks before torch.compile, and compile the whole model",
+    "install fsdp_hooks, then torch.compile the whole model with backend='collective_identity'",
 )
 FROM_CACHE: Final = Code(
     "CI041",

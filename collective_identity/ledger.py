@@ -82,18 +82,18 @@ class Ledger:
         """Record what a producer will emit; the same model name again replaces it."""
         self._add(ExpectedRecord(expectation.model, expectation.world, tuple(expectation.rows)))
 
-    def begin_graph(self, kind: GraphKind, name: str, backend: str) -> GraphLog:
+    def begin_graph(self, kind: GraphKind, name: str, backend: str, *, lite: str = "off") -> GraphLog:
         """Start the log of one compile.
 
         `name` must be the same for the forward and the backward of one compile (Dynamo's compile id): the
-        report pairs them by it. ValueError for an unknown kind.
+        report pairs them by it. `lite`: reported for a graph that never finishes. ValueError for an unknown kind.
         """
         if kind not in get_args(GraphKind):
             raise ValueError(f"kind: expected one of {', '.join(get_args(GraphKind))}, found {kind!r}")
         with self._lock:
             number = self._graphs
             self._graphs += 1
-            self._add(GraphRecord(number, kind, name, backend))
+            self._add(GraphRecord(number, kind, name, backend, lite))
         return GraphLog(self, number, kind, name)
 
     def event(

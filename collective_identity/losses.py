@@ -56,6 +56,8 @@ def _seen(node: fx.Node, launch: Launch) -> Seen:
 def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str) -> tuple[Loss, ...]:
     """Compare with what was there, and record on each collective left without its identity who lost it.
 
+    A collective that carries another's identity now is left without one, whatever it had: nothing says which is right.
+
     A collective is the same if its node is; else if its name and kind are; else by its place among those of its
     kind, where their number has not changed (a retrace renames every node). Any other collective without an
     identity stands for what has vanished of its kind, and carries no role either.
@@ -75,9 +77,19 @@ def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str)
 def _recorded(before: Sequence[Seen], after: Sequence[Seen], pass_name: str) -> tuple[Loss, ...]:
     match = matches(before, after)
     losses: dict[int, Loss] = {}  # by place in ``before``: names repeat across sub-graphs
+    owners: dict[Identity, set[fx.Node]] = defaultdict(set)
+    for seen in before:
+        if seen.identity is not None:
+            owners[seen.identity].add(seen.node)
     vanished: dict[_Signature, list[tuple[int, Seen]]] = defaultdict(list)
     for place, seen in enumerate(before):
         found = match.get(seen.node)
+        if found is not None and found.node is seen.node and _taken(seen, found, owners, match):
+            assert UNKNOWN.lost is not None and found.identity is not None
+            detail = f"{pass_name} gave it the identity of {', '.join(sorted(n.name for n in owners[found.identity]))}"
+            store.drop(found.node, UNKNOWN.lost, pass_name, detail)
+            if seen.identity is not None:
+                losses[place] = Loss(seen.name, seen.identity, found.node)
         if seen.identity is None:
             continue
         if found is None:
@@ -96,10 +108,29 @@ def _recorded(before: Sequence[Seen], after: Sequence[Seen], pass_name: str) -> 
         if loss.node is not None:
             roles[loss.node].add(loss.identity.role)
     for node, lost in roles.items():
-        if not store.has_payload(node):
+        if not store.has_payload(node) and store.dropped_of(node) is None:
             assert UNKNOWN.lost is not None
             store.drop(node, UNKNOWN.lost, pass_name, f"{pass_name} lost {', '.join(sorted(lost))}")
     return tuple(losses[place] for place in sorted(losses))
+
+
+def _taken(
+    seen: Seen, found: Seen, owners: Mapping[Identity, set[fx.Node]], match: Mapping[fx.Node, Seen]
+) -> bool:
+    """Whether the collective carries, since the pass, what only others carried before.
+
+    One without an explicit identity may come by an equal one honestly, from its wait node; not by sharing another's
+    dict, nor where the other has it no more.
+    """
+    if found.identity is None or found.identity == seen.identity:
+        return False
+    if seen.identity is not None and seen.identity.explicit:
+        return found.identity in owners
+    return any(
+        node.meta.get("custom") is found.node.meta.get("custom")
+        or (node in match and match[node].identity != found.identity)
+        for node in owners.get(found.identity, ())
+    )
 
 
 def _known(seen: Seen) -> Identity:

@@ -69,9 +69,9 @@ class Session:
         """Say what a producer will emit; the same model name again replaces it."""
         self.ledger.declare(expectation)
 
-    def begin_graph(self, kind: GraphKind, name: str, backend: str) -> GraphLog:
+    def begin_graph(self, kind: GraphKind, name: str, backend: str, *, lite: str = "off") -> GraphLog:
         """Start the log of one compile; `name` is the same for the forward and backward of one compile."""
-        return self.ledger.begin_graph(kind, name, backend)
+        return self.ledger.begin_graph(kind, name, backend, lite=lite)
 
     def report(self) -> Report:
         """What this process has seen so far."""

@@ -1,15 +1,14 @@
 """Every private name of FSDP2 that this package uses, in one place.
 
-Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0, torch/distributed/fsdp/_fully_shard/. 2.11 keeps one
-parameter group a state (``_fsdp_param_group``), 2.12 and later a list (``_fsdp_param_groups``). Nothing here
-changes torch.
+Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0, torch/distributed/fsdp/_fully_shard/ and torch/_tensor.py.
+2.11 keeps one parameter group a state (``_fsdp_param_group``), 2.12 and later a list (``_fsdp_param_groups``).
+Nothing here changes torch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import InstallError
 
@@ -276,20 +274,26 @@ def sharded_below(param: DTensor, dim: int) -> Placement:
     return _StridedShard(dim, split_factor=shards) if shards > 1 else Shard(dim)
 
 
-def recomputing() -> bool:
-    """True in code that autograd runs in backward, outside any compile: an activation checkpoint's second forward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 def reshard_all(model: nn.Module) -> None:
     """Have every FSDP module hold its shards alone, whatever an eager forward left gathered."""
     for _, module in fsdp_modules(model):
         module.reshard()
 
 
-def outside_selection() -> AbstractContextManager[None]:
-    """Keeps what runs inside from a selective checkpoint, which looks up every operator it did not see in forward.
+_WATCHES = "_fsdp_hooks_watches"
 
-    ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.11.0 to 2.13.0) is a dispatch mode; all are left.
-    """
-    return _disable_current_modes()  # type: ignore[no-any-return]
+
+def watch_accumulation(leaf: torch.Tensor, check: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """Have ``check`` run after each gradient that is added to ``leaf.grad``; not one of the :func:`gradient_hooks`."""
+    setattr(check, _WATCHES, True)
+    trained = leaf.requires_grad
+    try:
+        return leaf.requires_grad_().register_post_accumulate_grad_hook(check)  # a frozen one may be trained later
+    finally:
+        leaf.requires_grad_(trained)
+
+
+def gradient_hooks(leaf: torch.Tensor) -> int:
+    """How many hooks of others wait for a leaf's gradient, or for it to have been added."""
+    after = (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
+    return len(leaf._backward_hooks or ()) + sum(not hasattr(hook, _WATCHES) for hook in after)

@@ -1,7 +1,8 @@
 """Private names of torch that whole-step graphs need, in one place. Nothing here changes torch.
 
 Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0: torch/fx/experimental/proxy_tensor.py,
-torch/_dynamo/backends/registry.py, torch/optim/{optimizer,lr_scheduler}.py, torch/amp/grad_scaler.py.
+torch/_dynamo/backends/registry.py, torch/optim/{optimizer,lr_scheduler}.py, torch/amp/grad_scaler.py,
+torch/nn/modules/module.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from .step_fused import functionalizable
 
@@ -64,6 +65,27 @@ def compiled(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: Any, e
     compiler = lookup_backend(backend) if isinstance(backend, str) else backend
     with torch.no_grad():
         return compiler(gm, [mode.from_tensor(one) for one in inputs], **extra)
+
+
+def hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """Numbers of the hooks around a module's forward and backward, FSDP2's own among them, in the order they run."""
+    return (
+        *module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks
+    )
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors into whose ``grad`` a backward from ``loss`` would accumulate."""
+    found, seen, nodes = [], set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes += [above for above, _ in node.next_functions]
+    return found
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -18,6 +18,7 @@ from . import compat, refusals
 from .accumulated import Accumulated
 from .errors import InstallError
 from .expected import declare_again, expected_collectives
+from .live_objects import check_outermost
 from .runtime import BINDINGS, METHODS, UNIT, Binding, Unit, capture_by_class
 from .stale_optimizers import warn_of_stale_optimizers
 from .survey import Found, Managed, attribute_names, managed, outermost, parameters_of
@@ -38,6 +39,7 @@ class _Installation:
     managed: list[nn.Module] = field(default_factory=list)
     methods: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
+    watched: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
         The same model.
 
     Raises:
-        InstallError: no module of it was given to ``fully_shard``, it is installed or compiled already, or this
-            torch's FSDP2 is unknown.
+        InstallError: no module of it was given to ``fully_shard``, it is part of a larger model that was, it is
+            installed or compiled already, or this torch's FSDP2 is unknown.
         UnsupportedOption: an FSDP2 option that capture does not honour; the message names module and option.
     """
     compat.check_version()
     _check_model(model)
+    check_outermost(model)
     _check_options(model)
     roots = outermost(model)
     for name, root in roots:
@@ -147,7 +150,7 @@ def _reset(root: weakref.ref[nn.Module]) -> None:
 
 
 def uninstall(model: nn.Module) -> nn.Module:
-    """Give the model back to eager FSDP2, exactly as it was before :func:`install`.
+    """Give the model back to eager FSDP2, exactly as it was before :func:`install`, but lazily initialised.
 
     Raises:
         InstallError: the model is not installed, or gradients accumulated without communication wait in it.
@@ -177,6 +180,8 @@ def uninstall(model: nn.Module) -> nn.Module:
         module.__dict__[name] = original_method
     for module in installation.bound:
         module.__dict__.pop(BINDINGS, None)
+    for handle in installation.watched:
+        handle.remove()
     torch._dynamo.reset()  # compiled code of this process may hold the captured forward
     return model
 
@@ -234,6 +239,7 @@ def _plan(model: nn.Module, root_ids: set[int]) -> list[_Planned]:
             tuple(parameters_of(one, names)),
         )
         plan.read_options()
+        refusals.warn_of_hooks(one, plan.unit)
         planned.append(plan)
     for plan in planned:
         if id(plan.modules[0]) in root_ids:
@@ -280,6 +286,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             if BINDINGS not in owner.__dict__:
                 owner.__dict__[BINDINGS] = {}
                 installation.bound.append(owner)
+        installation.watched.append(refusals.watch_gradient(found.param, plan.unit.name, found.fqn))
     plan.read_options()
 
 

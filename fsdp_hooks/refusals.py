@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import warnings
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import compat
 from .errors import UnsupportedOption
-from .runtime import UNIT
+from .runtime import UNIT, Unit
 from .survey import Managed
 
 WAY_OUT = "remove it, or train this model with eager FSDP2 (leave out fsdp_hooks.install)"
@@ -26,10 +29,12 @@ _GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("replicate() (a mesh without a shard dimension)", lambda g: compat.shard_group(g) is None),
 )
 
+_GRADIENT_HOOK = "a gradient hook (Tensor.register_hook), which eager FSDP2 never calls and autograd would"
+
 _PARAM_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("fsdp_pre_all_gather / fsdp_post_all_gather", compat.has_all_gather_extension),
     (
-        "a gradient hook (Tensor.register_hook), which eager FSDP2 never calls and autograd would",
+        _GRADIENT_HOOK,
         lambda p: bool(p.sharded_param._backward_hooks),
     ),
     ("keep_unsharded_storage", lambda p: bool(getattr(p, "keep_unsharded_storage", False))),
@@ -87,6 +92,16 @@ def check_state(one: Managed, roots: Container[int]) -> None:
         refuse(one.name, "fully_shard([a, b, ...]) without a root", "call fully_shard on the whole model as well")
 
 
+def set_on(one: Managed) -> tuple[str, ...]:
+    """The options that capture does not honour and that are set on a module now, its parameters' included."""
+    groups = compat.groups_of(one.state, one.name)
+    params = [param for group in groups for param in compat.params_of(group, one.name)]
+    return (
+        *(option for option, is_set in _GROUP_OPTIONS if any(map(is_set, groups))),
+        *(option for option, is_set in _PARAM_OPTIONS if any(map(is_set, params))),
+    )
+
+
 def check_group(group: Any, name: str) -> None:
     """Refuse every option of a parameter group that capture does not honour."""
     for option, is_set in _GROUP_OPTIONS:
@@ -105,6 +120,31 @@ def check_param(param: Any, name: str, fqn: str) -> None:
             f"a parameter on the meta device ({fqn!r})",
             "materialise the model first (model.to_empty(device=...), then initialise it), then install",
         )
+
+
+def warn_of_hooks(one: Managed, unit: Unit) -> None:
+    """Warn of the user's hooks that eager FSDP2 runs between its casts and a captured module outside them."""
+    own = {key for _, key in compat.hook_slots(one.state, one.name)}  # no two hooks of a process have one number
+    for name, module in one.modules:
+        earlier = list(itertools.takewhile(lambda key: key not in own, module._forward_hooks))
+        others = [key for key in module._forward_pre_hooks if key not in own]
+        if (unit.cast_inputs_to is not None and others) or (unit.cast_outputs_to is not None and earlier):
+            warnings.warn(
+                f"module {name!r}: has a forward hook that eager FSDP2 runs between the casts of its mp_policy and a "
+                "captured module outside them, so it sees other dtypes: register it on a module inside or around this "
+                "one",
+                stacklevel=4,
+            )
+
+
+def watch_gradient(param: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle:
+    """Refuse a gradient hook that was registered after install, in the first backward that ran it."""
+
+    def check(leaf: torch.Tensor) -> None:
+        if leaf._backward_hooks:
+            refuse(name, f"{_GRADIENT_HOOK} (parameter {fqn!r})")
+
+    return compat.watch_accumulation(param.sharded_param, check)
 
 
 def refuse(name: str, option: str, way_out: str = WAY_OUT) -> None:
@@ -153,9 +193,10 @@ def _refusing(base: type[nn.Module], method: str, accepted: bool | None) -> Call
         given = args[0] if args else kwargs.get(parameters[0]) if parameters else None
         if accepted is not None and given is accepted:
             return
-        raise UnsupportedOption(
-            f"{type(self).__name__}.{method}: fsdp_hooks does not support it on an installed model, whose collectives "
-            f"are in the captured graph: {_WAYS_OUT.get(method, _UNINSTALL)}"
+        refuse(
+            self.__dict__[UNIT][0].name,
+            f"{method} on an installed model, whose collectives are in the captured graph",
+            _WAYS_OUT.get(method, _UNINSTALL),
         )
 
     setter.__name__ = method

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from . import compat
+from . import compat_checkpoint
 from .accumulated import Accumulated
 from .operator import unshard
 from .spec import ParamSpec
@@ -132,9 +132,9 @@ class Binding:
         full = self.unit.full
         if full is not None:
             return full[self.spec.fqn]
-        if not compat.recomputing():
+        if not compat_checkpoint.recomputing():
             return sharded
-        with compat.outside_selection():
+        with compat_checkpoint.outside_selection():
             return self.unit.gather(sharded, self.spec)
 
 

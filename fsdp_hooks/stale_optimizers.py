@@ -9,14 +9,17 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
 
+from .live_objects import instances
+
 
 def warn_of_stale_optimizers(model: nn.Module) -> None:
-    """Warn of every optimizer whose parameters no module has any more and that are shaped as the model's.
+    """Warn of every optimizer with parameters that no module has any more and that are shaped as the model's.
+
+    All of them, or, where it holds others of the model, any: it was built between two calls of ``fully_shard``.
 
     Args:
         model: after its parameters were replaced.
@@ -29,28 +32,31 @@ def warn_of_stale_optimizers(model: nn.Module) -> None:
         if optimizer is not None:
             warnings.warn(
                 f"{type(optimizer).__name__} holds parameters that {type(model).__name__} had before it was sharded, "
-                "so its steps change nothing: build the optimizer after fully_shard (or data_parallel), from "
+                "so its steps change nothing there: build the optimizer after fully_shard (or data_parallel), from "
                 "model.parameters()",
                 stacklevel=3,
             )
 
 
 def _stale(model: nn.Module) -> list[torch.optim.Optimizer]:
-    shapes = {param.shape for param in model.parameters()}
-    suspects = [one for one in _instances(torch.optim.Optimizer) if all(p.shape in shapes for p in _params(one))]
-    if not any(_params(one) for one in suspects):
+    mine = {id(param): param.shape for param in model.parameters()}
+    suspects = []
+    for optimizer in instances(torch.optim.Optimizer):
+        stepped = _params(optimizer)
+        missing = {shape for key, shape in mine.items() if key not in set(map(id, stepped))}
+        strangers = [param for param in stepped if id(param) not in mine and param.shape in missing]
+        in_part = any(id(param) in mine for param in stepped)
+        if strangers and (in_part or len(strangers) == len(stepped)):
+            suspects.append((optimizer, strangers, in_part))
+    if not suspects:
         return []
-    held = {id(p) for module in _instances(nn.Module) for p in module.__dict__.get("_parameters", {}).values()}
-    return [one for one in suspects if _params(one) and not any(id(p) in held for p in _params(one))]
+    held = {id(p) for module in instances(nn.Module) for p in module.__dict__.get("_parameters", {}).values()}
+    return [
+        optimizer
+        for optimizer, strangers, in_part in suspects
+        if (any if in_part else all)(id(param) not in held for param in strangers)
+    ]
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.__dict__.get("param_groups", ()) for param in group["params"]]
-
-
-def _instances(base: type[Any]) -> list[Any]:
-    """Every live object of ``base``: what refers to it, or to a class below it, as its type."""
-    kinds = [base]
-    for kind in kinds:  # grows while it is read
-        kinds += [below for below in type.__subclasses__(kind) if below not in kinds]
-    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]

@@ -114,17 +114,24 @@ def slots_of(model: nn.Module) -> tuple[Slot, ...]:
 def standing_in(
     slots: Sequence[Slot], parts: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> Iterator[list[torch.Tensor]]:
-    """Have the model hold what it holds outside forward, around ``parts``; yields the trainable parameters."""
+    """Have the model hold what it holds outside forward, around ``parts``; yields the trainable parameters.
+
+    FSDP2's own parameters have the same gradients meanwhile, for code that kept them: an optimizer's groups, a list.
+    """
     given = iter(gradients)
+    held = [slot.tensor.grad for slot in slots]
     try:
         whole = [
             slot.put_whole(part, next(given) if slot.trainable else None)
             for slot, part in zip(slots, parts, strict=True)
         ]
+        for slot, one in zip(slots, whole, strict=True):
+            slot.tensor.grad = one.grad
         yield [one for slot, one in zip(slots, whole, strict=True) if slot.trainable]
     finally:
-        for slot in slots:
+        for slot, gradient in zip(slots, held, strict=True):
             slot.put_back()
+            slot.tensor.grad = gradient
 
 
 @contextmanager

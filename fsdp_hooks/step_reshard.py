@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
 
 from collective_identity import PARAM_UNSHARD, identity_of, stamp, start_nodes
 from collective_identity.transports import is_start, is_wait
 
+from . import compat_checkpoint
 from .reshard import RESHARD_KEY
+from .runtime import UNIT, Unit
+from .spec import ParamSpec
+
+
+@contextmanager
+def recomputed_from_forward(model: nn.Module) -> Iterator[None]:
+    """While a step is traced, have activation checkpoints recompute with what the forward gathered.
+
+    So it is one gather a parameter until :func:`gather_again` decides, however often a checkpoint reads it.
+    """
+    units = {id(held[0]): held[0] for module in model.modules() if (held := module.__dict__.get(UNIT)) is not None}
+    try:
+        for unit in units.values():
+            unit.__dict__["gather"] = _remembering(unit)
+        yield
+    finally:
+        for unit in units.values():
+            del unit.__dict__["gather"]
+
+
+def _remembering(unit: Unit) -> Callable[[Any, ParamSpec], torch.Tensor]:
+    full: dict[str, torch.Tensor] = {}
+
+    def gather(sharded: Any, spec: ParamSpec) -> torch.Tensor:
+        if not (compat_checkpoint.recomputing() and spec.fqn in full):
+            full[spec.fqn] = Unit.gather(unit, sharded, spec)
+        return full[spec.fqn]
+
+    return gather
 
 
 def gather_again(gm: fx.GraphModule, forward_ends: str) -> frozenset[str]:

@@ -99,8 +99,12 @@ class TracedUpdate:
             with standing_in(slots, parts, gradients) as whole:
                 if self.scaler is not None:
                     self.scaler.check(whole, unscale=not in_kernel)
+                shared = [one.grad for one in whole]
                 if before_step is not None:
                     before_step(model)
+                for one, slot, gradient in zip(whole, (s for s in slots if s.trainable), shared, strict=True):
+                    if one.grad is gradient:  # else before_step put another there, through the model
+                        one.grad = slot.tensor.grad
                 gradients = [None if one.grad is None else local(one.grad) for one in whole]
         trained = {id(slot.tensor): part for slot, part in zip(slots, parts, strict=True) if slot.trainable}
         for part, gradient in zip(trained.values(), gradients, strict=True):

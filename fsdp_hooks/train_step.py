@@ -18,10 +18,11 @@ import collective_identity as ci
 from collective_identity.ledger import GraphKind
 
 from . import compat, compat_step
-from .errors import InstallError
+from .errors import InstallError, UnsupportedOption
 from .installation import install, is_installed, uninstall
 from .step_inputs import Batch, Slot, like, local, slots_of, swapped
-from .step_reshard import gather_again
+from .step_reshard import gather_again, recomputed_from_forward
+from .step_standing import Standing
 from .step_update import Update
 
 Loss = Callable[..., Any]
@@ -41,6 +42,7 @@ class TrainStep:
         self.graph_module: fx.GraphModule = fx.GraphModule(nn.Module(), fx.Graph())
         self._returned: Any = None
         self._run: Callable[..., Any] | None = None
+        self._standing: Standing | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. Returns what the loss function returns, detached.
@@ -49,19 +51,17 @@ class TrainStep:
         are updated and ``param.grad`` stays None.
 
         Raises:
-            InstallError: a batch, a parameter or a hyperparameter is not as it was traced, or a gradient is left over
-                from an eager step, which the optimizer in the graph would not see.
+            InstallError: a batch, a module, a parameter, a hook, an option of FSDP2 or a hyperparameter is not as it
+                was traced, or a gradient is left over from an eager step, which the optimizer in the graph would not
+                see.
         """
         found = Batch.of(args, kwargs)
         self._batch.expect(found)
         self._update.expect_unchanged()
         compat.reshard_all(self._model)
+        assert self._standing is not None
+        self._standing.expect(self._model)
         for slot in self._slots:
-            if any(table.get(name) is not slot.tensor for table, _, name in slot.owners):
-                raise InstallError(
-                    "the step expects the parameters and buffers that it was traced with, found "
-                    f"{slot.owners[0][2]!r} of {type(slot.owners[0][1]).__name__} replaced: trace it again"
-                )
             if self._update.optimizer is not None and slot.trainable and slot.tensor.grad is not None:
                 raise InstallError(
                     f"the step expects no gradient in {slot.name!r}, found one, which its optimizer would not see: "
@@ -138,7 +138,8 @@ def trace_train_step(
     Raises:
         InstallError: the model is not sharded, is compiled, the loss is not a scalar that needs gradients, or the
             optimizer's parameters are not the model's.
-        UnsupportedOption: an FSDP2 option or an optimizer that cannot be captured.
+        UnsupportedOption: an FSDP2 option, an optimizer or a hook that a graph cannot honour, gradient sync is off, a
+            checkpoint draws random numbers again, or the loss trains a tensor that is not the model's.
     """
     compat.check_version()
     was_installed = is_installed(model)
@@ -155,38 +156,36 @@ def trace_train_step(
 
 def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
     model, slots, batch = step._model, step._slots, step._batch
-    forward_ends = ""
+    forward_ends = backward_ends = ""
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
-        nonlocal forward_ends
+        nonlocal forward_ends, backward_ends
         parts = list(inputs[: len(slots)])
         for place, slot in enumerate(slots):
             if slot.trainable:
                 parts[place] = parts[place].detach().requires_grad_()
         args, kwargs = batch.with_tensors(inputs[len(inputs) - len(batch.tensors) :])
-        with swapped(slots, parts), torch.enable_grad():
+        # in backward too, where checkpoints read parameters again
+        with swapped(slots, parts), recomputed_from_forward(model), torch.enable_grad():
             returned = loss_fn(model, *args, **kwargs)
-        leaves, step._returned = pytree.tree_flatten(returned)
-        loss = leaves[0] if leaves else None
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise InstallError(
-                "trace_train_step expects loss_fn to return a scalar loss that depends on the parameters, or a tuple "
-                f"that begins with it, found {type(loss).__name__}"
-                + (f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
-            )
-        forward_ends = compat_step.last_traced_node()
-        traced = step._update.traced(inputs[len(slots) : len(inputs) - len(batch.tensors)])
-        trained = [part for part, slot in zip(parts, slots, strict=True) if slot.trainable]
-        with torch.enable_grad():
-            scaled = traced.scaled(loss)
-        gradients = torch.autograd.grad(scaled, trained, allow_unused=True)
+            leaves, step._returned = pytree.tree_flatten(returned)
+            loss = _loss_of(leaves)
+            forward_ends = compat_step.last_traced_node()
+            traced = step._update.traced(inputs[len(slots) : len(inputs) - len(batch.tensors)])
+            trained = [part for part, slot in zip(parts, slots, strict=True) if slot.trainable]
+            _check_leaves(loss, trained, slots)
+            gradients = torch.autograd.grad(traced.scaled(loss), trained, allow_unused=True)
+            backward_ends = compat_step.last_traced_node()
         outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if step._update.optimizer is None:
             return [*outputs, *gradients]
         traced.step(model, parts, gradients)
         return outputs
 
+    Standing.of(model)
     step.graph_module = gm = compat_step.traced(run, step._inputs(batch.tensors))
+    step._standing = Standing.of(model)
+    _check_random(gm, forward_ends, backward_ends)
     ci.normalize(gm)
     forward = gather_again(gm, forward_ends)
     session = ci.session.ensure()
@@ -198,3 +197,39 @@ def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
         log.captured(half)
         log.finish(half)
     return step
+
+
+def _loss_of(leaves: Sequence[Any]) -> torch.Tensor:
+    loss = leaves[0] if leaves else None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise InstallError(
+            "trace_train_step expects loss_fn to return a scalar loss that depends on the parameters, or a tuple "
+            f"that begins with it, found {type(loss).__name__}"
+            + (f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else "")
+        )
+    return loss
+
+
+def _check_leaves(loss: torch.Tensor, trained: Sequence[torch.Tensor], slots: Sequence[Slot]) -> None:
+    """Refuse a loss that would bring gradients to tensors which are no inputs of the graph."""
+    known, names = {id(part) for part in trained}, {id(slot.tensor): slot.name for slot in slots}
+    for leaf in compat_step.leaves_of(loss):
+        if id(leaf) not in known:
+            name = names.get(id(leaf))
+            what = f"a tensor of shape {list(leaf.shape)}" if name is None else f"{name!r}"
+            raise UnsupportedOption(
+                "trace_train_step expects the loss to train what it reads in the model's forward alone, found "
+                f"{what} read from outside it, whose gradient would be lost: make it a parameter of the model and read "
+                "it there, or detach it"
+            )
+
+
+def _check_random(gm: fx.GraphModule, forward_ends: str, backward_ends: str) -> None:
+    """Refuse a checkpoint that draws its random numbers again: eager sets the generator back, a graph draws others."""
+    names = [node.name for node in gm.graph.nodes]
+    for node in list(gm.graph.nodes)[names.index(forward_ends) : names.index(backward_ends) + 1]:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise UnsupportedOption(
+                f"trace_train_step expects no random numbers in backward, found {node.target}, as an activation "
+                "checkpoint draws again for dropout: leave the checkpoint or the dropout out, or train with install"
+            )

@@ -36,7 +36,7 @@ from . import coverage, upstream
 from .contract import GraphPass, PassContext
 from .device_policy import compile_under
 from .equals import settle_equal_collectives
-from .lite_mode import LiteState, lite_state, marks_digest, prepare, select
+from .lite_mode import LiteState, Selection, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, role_counts, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
 from .passes import graph_passes
@@ -92,7 +92,7 @@ class _Compile:
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions) -> None:
         self._gm, self._inputs, self._options = gm, inputs, options
-        self._lite = select(options.inductor_patches)
+        self._lite = select(options.inductor_patches) if options.inner == "inductor" else Selection({}, None)
         self._lite_state = self._lite.state(gm) if options.inner == "inductor" else LiteState.OFF
         if options.policy is not None and self._lite_state is not LiteState.OFF and self._lite.table is None:
             raise OptionError(
@@ -163,14 +163,15 @@ class _Compile:
     # -- the stages ---------------------------------------------------------------------------------------------
 
     def _joint(self, gm: fx.GraphModule) -> None:
-        settle_equal_collectives(gm)
+        settle_equal_collectives(gm, inductor=self._options.inner == "inductor")
         passes: list[GraphPass] = [RandomInCheckpoints()] if upstream.misplaced_random_ops(gm) else []
         if self._options.reshard:
             passes.append(Reshard())
         if passes:
-            log = self._session.begin_graph("joint", self._name, NAME)
             with self._lite.as_asked():
-                Pipeline(passes).run(gm, self._context("joint", gm, log))
+                lite = lite_state(gm)
+                log = self._session.begin_graph("joint", self._name, NAME, lite=lite.value)
+                Pipeline(passes).run(gm, self._context("joint", lite, log))
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +184,7 @@ class _Compile:
                 upstream.called_kernels(mark_kernel, self._tag),
                 upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
             ):
-                if lite_state(gm) is not LiteState.OFF:
+                if graph.lite is not LiteState.OFF:
                     prepare(gm)
                 return inner(gm, inputs, *args, **kwargs)
 
@@ -198,24 +199,22 @@ class _Compile:
     @contextmanager
     def _graph(self, kind: GraphKind, gm: fx.GraphModule) -> Iterator[_Graph]:
         """The log of one graph's compile, closed however that ends."""
-        vanished = run_user_passes(gm, self._options.pre_passes)
-        log = self._session.begin_graph(kind, self._name, NAME)
+        lite = lite_state(gm)  # before any pass, none of which can make it another
+        log = self._session.begin_graph(kind, self._name, NAME, lite=lite.value)
         start = time.perf_counter()
         try:
-            graph = _Graph(gm, self._context(kind, gm, log), log)
-            self._graphs[kind] = graph
-            for name, loss, node in vanished:
-                log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
             if self._options.dump:
                 log.dump(gm)
+            graph = _Graph(gm, self._context(kind, lite, log), log)
+            self._graphs[kind] = graph
             yield graph
         except BaseException as error:
             log.failed(error, compile_seconds=time.perf_counter() - start)
             raise
         self._finish(graph, time.perf_counter() - start)
 
-    def _context(self, kind: GraphKind, gm: fx.GraphModule, log: GraphLog) -> PassContext:
-        return PassContext(kind=kind, lite=lite_state(gm), observe=self._observe, options=self._options, log=log)
+    def _context(self, kind: GraphKind, lite: LiteState, log: GraphLog) -> PassContext:
+        return PassContext(kind=kind, lite=lite, observe=self._observe, options=self._options, log=log)
 
     def _finish(self, graph: _Graph, seconds: float) -> None:
         if graph.transformed and self._cacheable:
@@ -281,14 +280,19 @@ class _Graph:
     """One forward, backward or inference graph: before, transformed, after."""
 
     def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog) -> None:
-        self.kind, self._context, self._log = context.kind, context, log
+        self.kind, self.lite, self._context, self._log = context.kind, context.lite, context, log
         self._pipeline = Pipeline(graph_passes(context.options))
         self._upstreams: ExitStack | None = None
         self.transformed = False
         self.rows_known = True
         self._groups: tuple[str, ...] | None = None
-        self.before: Rows = log.captured(self._look(gm))
-        self.after: Rows = self.before
+        if context.options.pre_passes:
+            self.before: Rows = log.captured(ci.collective_table(gm))
+            for name, loss, node in run_user_passes(gm, context.options.pre_passes):
+                log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
+            self.after: Rows = self._look(gm)
+        else:
+            self.before = self.after = log.captured(self._look(gm))
 
     @classmethod
     def recorded(cls, log: GraphLog, before: Rows, after: Rows) -> _Graph:

@@ -1,9 +1,10 @@
 """Which collectives will AOTAutograd take for one, and what may that one carry? Settled on the joint graph.
 
-The partitioner removes common subexpressions before it splits the joint graph (PyTorch 2.11-2.15
+Torch's min-cut partitioner removes common subexpressions before it splits the joint graph (PyTorch 2.11-2.15
 ``_functorch/partitioners.py``, ``config.cse``), and keeps whichever of two equal collectives came first, with its
 metadata. A look at the graph beforehand finds the sets that would become one; where their identities differ, each of
-the set is given what the contract gives the one that stays. Only metadata changes, in every mode.
+the set is given what the contract gives the one that stays. Only metadata changes, in every mode; nothing, where
+another partitioner runs (the strict preset's, or the user's own).
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ CSE = "fx_graph_cse"
 _MARK = "collective_identity.equals"
 
 
-def settle_equal_collectives(gm: fx.GraphModule) -> int:
+def settle_equal_collectives(gm: fx.GraphModule, *, inductor: bool = True) -> int:
     """Give collectives of this graph that become one, and say different things, one identity or one loss.
 
     Linear in nodes and edges.
+
+    Args:
+        gm: the joint graph, before it is partitioned.
+        inductor: Inductor partitions it, with the configuration of the moment; else torch's min-cut partitioner.
 
     Returns:
         How many collectives were written to.
     """
     found = launches(gm)
-    if len(found) < 2 or not upstream.removes_common_subexpressions():
+    if len(found) < 2 or not upstream.removes_common_subexpressions(inductor=inductor):
         return 0
     plan = plan_normalization(gm)
     identities = {n: store.verdict_for(n, launch, plan.payloads_at(n)).identity for n, launch in found.items()}

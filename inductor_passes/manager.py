@@ -69,9 +69,10 @@ class Pipeline:
             PassError: a pass raised, or left an invalid graph.
         """
         changed_any = False
+        regions = lite_parts(gm)  # before any pass: none can make a region another
         for one in self.passes:
             if self._may_run(one, context):
-                changed_any |= self._run_one(one, gm, context)
+                changed_any |= self._run_one(one, gm, context, regions)
         if changed_any:
             gm.recompile()  # once: passes read the graph, not its code
         return changed_any
@@ -81,12 +82,14 @@ class Pipeline:
         return not (context.read_only and one.contract.lite is LiteBehaviour.SKIP)
 
     @staticmethod
-    def _run_one(one: GraphPass, gm: fx.GraphModule, context: PassContext) -> bool:
+    def _run_one(
+        one: GraphPass, gm: fx.GraphModule, context: PassContext, regions: tuple[fx.GraphModule, ...]
+    ) -> bool:
         name = one.contract.name
         before = role_counts(gm)
         start = time.perf_counter()
         try:
-            outcome = _guarded_run(one, gm, context)
+            outcome = _guarded_run(one, gm, context, regions)
             if outcome.changed:
                 gm.graph.lint()
         except Exception as error:
@@ -100,13 +103,15 @@ class Pipeline:
         return outcome.changed
 
 
-def _guarded_run(one: GraphPass, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
-    """Nothing may change in lite mode and its regions; in an observe session, except what belongs to capture."""
+def _guarded_run(
+    one: GraphPass, gm: fx.GraphModule, context: PassContext, regions: tuple[fx.GraphModule, ...]
+) -> PassOutcome:
+    """Nothing may change in lite mode and its ``regions``; in an observe session, except what belongs to capture."""
     name, lite = one.contract.name, context.lite is not LiteState.OFF
     if lite or (context.observe and one.contract.lite is not LiteBehaviour.CAPTURE):
         fixed = tuple(part for part in gm.modules() if isinstance(part, fx.GraphModule))
     else:
-        fixed = lite_parts(gm)
+        fixed = regions
     why = "lite mode" if lite or not context.observe else "an observe session"
     with guarded(fixed, name, why=why):
         outcome = one(gm, context)
@@ -135,13 +140,14 @@ def run_user_passes(
         collective of its kind carries its role: a merge that kept another member's.
     """
     vanished: list[tuple[str, Loss, fx.Node]] = []
+    parts, lite = lite_parts(gm), lite_state(gm)  # before any pass: none can make the graph another
     for one in passes:
         name = getattr(one, "__qualname__", type(one).__qualname__)
         before = snapshot(gm)
         try:
-            with guarded(lite_parts(gm), name):
+            with guarded(parts, name):
                 result = one(gm)
-            if lite_state(gm) is not LiteState.OFF:
+            if lite is not LiteState.OFF:
                 check_result(result, gm, name)
             gm.graph.lint()
         except Exception as error:

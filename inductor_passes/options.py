@@ -121,6 +121,10 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     overlap = own.get("overlap", 0)
     if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:
         raise OptionError(f"option 'overlap' expects a number of parameter groups, 0 or more, found {overlap!r}")
+    if own.get("inner") == "aot_eager" and own.get("strict_lite"):
+        raise OptionError(
+            "inner='aot_eager' runs without Inductor, whose lite mode 'strict_lite' is: remove one of the two"
+        )
     if own.get("strict_lite"):
         given = {**strict_lite_options(), **given}
     for name in ("kinds", "coalesced"):

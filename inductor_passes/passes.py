@@ -5,11 +5,19 @@ None generates code: the pipeline does, once, when all are done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
-from collective_identity import Identity, Source, apply_normalization, classify, plan_normalization
+from collective_identity import (
+    Identity,
+    NormalizationPlan,
+    Source,
+    apply_normalization,
+    classify,
+    plan_normalization,
+)
 from collective_identity.compat import collector_paused
 
 from . import symmetric
@@ -17,6 +25,7 @@ from .bucketing import apply_plan, plan_buckets
 from .contract import GraphPass, LiteBehaviour, PassContext, PassContract, PassOutcome
 from .dedup import apply_dedup, plan_dedup
 from .fusion import apply_fusions, plan_fusions
+from .lite_mode import lite_parts
 from .options import BackendOptions
 from .overlap import apply_overlap, plan_overlap
 
@@ -48,8 +57,19 @@ class Normalize:
         The summary counts payloads moved, removed and refused; the refused are events of the graph already.
         """
         plan = plan_normalization(gm)
-        changed = False if context.read_only else apply_normalization(gm, plan)
+        changed = False if context.read_only else apply_normalization(gm, _outside(plan, lite_parts(gm)))
         return PassOutcome(changed=changed, summary=plan.summary())
+
+
+def _outside(plan: NormalizationPlan, parts: Sequence[fx.GraphModule]) -> NormalizationPlan:
+    """What of the plan touches no node of ``parts``: lite regions of a graph that is not lite itself."""
+    fixed = {node for part in parts for node in part.graph.nodes}
+    return replace(
+        plan,
+        moves=tuple(move for move in plan.moves if not {move.origin, move.target} & fixed),
+        removals=tuple(removal for removal in plan.removals if removal.node not in fixed),
+        refused={start: removal for start, removal in plan.refused.items() if start not in fixed},
+    )
 
 
 class Fuse:

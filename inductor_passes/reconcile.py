@@ -180,6 +180,9 @@ class _Reconciler:
                 self._drop(node, codes.DROPPED_OPAQUE, _who(), held.role, f"its operator is now {launch.transport}")
             elif node in self._decided:  # written over after its step
                 self._settle(node, Outcome(held), [held], _who())
+            elif now is not None and held is not None and self._count[now]:  # another's, given in passing
+                store.stamp(node, held)
+                self.done.cleared += 1
             elif now is None and held is not None:
                 self._drop(node, codes.DROPPED_UNKNOWN, _who(), held.role, "its metadata was written over")
 

@@ -1,7 +1,8 @@
 """Every private torch name that the passes use, in one place.
 
-Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0. Nothing here patches torch: configuration is patched for
-the duration of one compile, in the thread that compiles, and put back.
+Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0. Configuration is patched for the duration of one compile, in
+the thread that compiles, and put back. One function of torch's is replaced, while a user asks for it
+(``compile_fx_replaced``), and then for the threads that do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import importlib
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -224,9 +226,14 @@ def joint_pass(run: Callable[[fx.GraphModule], None]) -> Iterator[None]:
         yield
 
 
-def removes_common_subexpressions() -> bool:
-    """Whether the partitioner makes equal nodes one (``torch._functorch.config.cse``)."""
-    return bool(getattr(functorch_config, "cse", True))
+def removes_common_subexpressions(*, inductor: bool) -> bool:
+    """Whether the partitioner that is about to run makes equal nodes one.
+
+    Torch's min-cut partitioner does (``torch._functorch.config.cse``), no other function of torch's. With
+    ``inductor``, a ``custom_partitioner_fn`` stands in its place, and what that does is not known.
+    """
+    replaced = inductor and inductor_config.custom_partitioner_fn is not None
+    return not replaced and bool(getattr(functorch_config, "cse", True))
 
 
 def without_common_subexpressions(graph: fx.Graph) -> fx.Graph:
@@ -513,7 +520,9 @@ def inductor_flags(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
     return inductor_config.patch(dict(values))  # type: ignore[attr-defined, no-any-return]
 
 
-LOWERED_AFTER_GRAD = ("auto_functionalized", "auto_functionalized_v2", "map_impl", "scan")
+LOWERED_AFTER_GRAD = (
+    "auto_functionalized", "auto_functionalized_v2", "map_impl", "scan", "triton_kernel_wrapper_functional"
+)  # fmt: skip
 """Higher-order operators without a lowering: torch rewrites them in its post-grad passes, which lite mode skips."""
 
 
@@ -535,6 +544,7 @@ def rewrite_unlowered(gm: fx.GraphModule) -> bool:
         for node in module.graph.nodes:
             _copy_all_mutated(node)
         with _scalars_allowed(module):
+            post_grad.decompose_triton_kernel_wrapper_functional(module.graph)
             post_grad.decompose_auto_functionalized(module.graph)
             post_grad.decompose_scan_to_while_loop(module)
             post_grad.decompose_map_to_while_loop(module)
@@ -556,7 +566,8 @@ def _scalars_allowed(gm: fx.GraphModule) -> Iterator[None]:
         return
     was, mode.allow_scalar_outputs = getattr(mode, "allow_scalar_outputs", False), True
     try:
-        yield
+        with mode:  # as it is while Inductor compiles
+            yield
     finally:
         mode.allow_scalar_outputs = was
 
@@ -576,36 +587,58 @@ def _copy_all_mutated(node: fx.Node) -> None:
         node.meta["only_clone_these_tensors"] = list(get_mutable_args(node.args[0])[0])  # type: ignore[arg-type]
 
 
+_REPLACING = threading.Lock()
+
+
+class _ByThread:
+    """``compile_fx`` for the threads that replace it now; the original for every other."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self.original, self.signature = original, inspect.signature(original)
+        self.inside: dict[int, list[Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        by = self.inside.get(threading.get_ident())
+        if not by:
+            return self.original(*args, **kwargs)
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return by[-1](self.original, bound)
+
+
 @contextmanager
 def compile_fx_replaced(by: Callable[..., Any]) -> Iterator[None]:
-    """Have ``torch.compile`` call ``by(original, arguments)`` for ``compile_fx``, while entered.
+    """Have ``torch.compile`` call ``by(original, arguments)`` for ``compile_fx`` in this thread, while entered.
 
     ``arguments`` is the bound call (``inspect.BoundArguments``). What ``compile_fx`` calls itself for nested work
-    goes through ``by`` as well.
+    goes through ``by`` as well. Threads may overlap: the last one to leave puts ``compile_fx`` back.
     """
     from torch._inductor import compile_fx as module
 
-    original = module.compile_fx
-    signature = inspect.signature(original)
-    expected = {"model_", "example_inputs_", "inner_compile", "config_patches", "decompositions"}
-    if missing := sorted(expected - set(signature.parameters)):
-        raise UnsupportedTorch(
-            f"lite mode's one-trace decomposition expects torch._inductor.compile_fx.compile_fx with "
-            f"{', '.join(missing)} (seen in torch 2.11 to 2.15), found {signature} in torch {torch.__version__}: "
-            "use a released torch in that range, or undo what replaced the function"
-        )
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return by(original, bound)
-
-    module.compile_fx = replaced
+    thread = threading.get_ident()
+    with _REPLACING:
+        now: Any = module.compile_fx
+        replaced = now if isinstance(now, _ByThread) else _ByThread(now)
+        if replaced is not now:
+            expected = {"model_", "example_inputs_", "inner_compile", "config_patches", "decompositions"}
+            if missing := sorted(expected - set(replaced.signature.parameters)):
+                raise UnsupportedTorch(
+                    f"lite mode's one-trace decomposition expects torch._inductor.compile_fx.compile_fx with "
+                    f"{', '.join(missing)} (seen in torch 2.11 to 2.15), found {replaced.signature} in torch "
+                    f"{torch.__version__}: use a released torch in that range, or undo what replaced the function"
+                )
+            module.compile_fx = replaced
+        replaced.inside.setdefault(thread, []).append(by)
     try:
         yield
     finally:
-        module.compile_fx = original
+        with _REPLACING:
+            replaced.inside[thread].pop()
+            if not replaced.inside[thread]:
+                del replaced.inside[thread]
+            if not replaced.inside and module.compile_fx is replaced:
+                module.compile_fx = replaced.original
 
 
 class NonRecomputingPartitioner(CustomPartitionerFn):

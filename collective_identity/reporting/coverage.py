@@ -233,7 +233,7 @@ def _differences(want: _Want, step: Step, t: Tally, *, short: bool = False) -> l
 def _by_group(want: _Want, t: Tally, cell: Cell, limit: int = 8) -> str:
     keys = sorted((k for k in {*want.groups, *t.groups} if k[:2] == cell), key=str)
     off = [
-        f"{k[2]}: {want.groups.get(k, 0)} expected, {t.groups[k]} captured"
+        f"{k[2] or '(root)'}: {want.groups.get(k, 0)} expected, {t.groups[k]} captured"
         for k in keys
         if k[2] is not None and want.groups.get(k, 0) is not None and want.groups.get(k, 0) != t.groups[k]
     ]

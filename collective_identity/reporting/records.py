@@ -77,12 +77,13 @@ class ExpectedRecord:
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
     """A compile began. `graph` numbers the graphs of a section, `phase` is the kind given to
-    `begin_graph`."""
+    `begin_graph`, `lite` the lite state, where it is known by then."""
 
     graph: int
     phase: str
     name: str
     backend: str
+    lite: str = "off"
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,7 +309,7 @@ def _graph(graph: Graph) -> dict[str, Any]:
         "state": graph.state,
         "error": finish.error if finish is not None else None,
         "cached": graph.cached,
-        "lite": finish.lite if finish is not None else "off",
+        "lite": graph.lite,
         "compile_seconds": finish.compile_seconds if finish is not None else None,
         "agreement": graph.agreement.status if graph.agreement is not None else "none",
         "captured": _roles(graph.before),

@@ -70,6 +70,7 @@ class Graph:
     phase: str
     name: str
     backend: str
+    begun: str = "off"
     captured: tuple[CollectiveRow, ...] | None = None
     finish: FinishRecord | None = None
     agreement: AgreementRecord | None = None
@@ -83,6 +84,11 @@ class Graph:
         if self.finish is not None:
             return "compiled" if self.finish.error is None else "failed"
         return "passes only" if self.phase == "joint" and self.captured is None else "unfinished"
+
+    @property
+    def lite(self) -> str:
+        """The lite state: what the compile ended with, else what it began with."""
+        return self.begun if self.finish is None or self.finish.error is not None else self.finish.lite
 
     @property
     def cached(self) -> bool:
@@ -165,7 +171,7 @@ def graphs_of(records: Iterable[Record]) -> tuple[Graph, ...]:
     graphs: dict[int, Graph] = {}
     for record in records:
         if isinstance(record, GraphRecord):
-            graphs[record.graph] = Graph(record.graph, record.phase, record.name, record.backend)
+            graphs[record.graph] = Graph(record.graph, record.phase, record.name, record.backend, record.lite)
             continue
         number = getattr(record, "graph", None)
         graph = graphs.get(number) if number is not None else None

@@ -42,7 +42,7 @@ def compile_under(
         return upstream.inductor(gm, inputs, around, options, table)
     if table is None:
         return upstream.inductor(gm, inputs, around, **scope(policy, gm, options))
-    refuse_modes(policy, gm, {**options, upstream.LITE_SWITCH: False})
+    refuse_modes(policy, gm, {**options, upstream.LITE_SWITCH: False, **torch_names.PASSES_ON})  # it uses no pass
     scoped = ScopedTable(policy, *torch_names.stock_decompositions(options))
     inner = _lowering_marked(policy)
     return upstream.inductor(
@@ -95,12 +95,19 @@ def scope(
     refuse_modes(policy, gm, options)
 
     def run(graph: fx.Graph) -> None:
+        policy.check_unchanged()  # a backward is lowered later, and saved under the identity as it was
         logger.debug("policy %s lowers %d nodes", policy.name, retarget(graph, policy))
 
     table, name = torch_names.stock_decompositions(options) if stock is None else (stock, "given")
     scoped = ScopedTable(policy, table, name)
     patches = {**options, **torch_names.post_grad_post_pass(run, policy.identity, options)}
     return {"patches": patches, "decompositions": scoped, "provider": Provider(scoped)}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    unknown = [repr(name) for name in options if not upstream.inductor_option_exists(name)]
+    if unknown:
+        raise PolicyError(f"expected options of Inductor (torch._inductor.list_options()), found {', '.join(unknown)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,9 @@ class PolicyBackend:
 
     policy: OperatorPolicy
     options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_options(dict(self.options))
 
     def __call__(
         self,
@@ -134,7 +144,10 @@ class PolicyBackend:
             PolicyError: see :func:`compile_under`.
         """
         upstream.check_version()
+        if mode and mode not in upstream.mode_options():
+            raise PolicyError(f"mode expects one of {', '.join(upstream.mode_options())}, found {mode!r}")
         chosen = {**(upstream.mode_options()[mode] if mode else {}), **dict(self.options), **(options or {})}
+        _check_options(chosen)
         return compile_under(self.policy, gm, inputs, lambda inner: inner, chosen)
 
     def get_compiler_config(self) -> Mapping[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +18,16 @@ REPLACEMENTS = ("fused", "low_contention")
 """What a collective may be replaced by: an opaque compute-communication operator, or a copy-engine transport."""
 
 
+_WORD, _WORDS = re.compile(r"\w+"), re.compile(r"\w[\w.]*")
+
+
 class Fallback:
     """The one value :data:`FALLBACK`: run the eager kernel."""
 
     __slots__ = ()
+
+    def __new__(cls) -> Fallback:
+        return globals().get("FALLBACK") or super().__new__(cls)  # there is one
 
     def __repr__(self) -> str:
         return "FALLBACK"
@@ -62,16 +71,23 @@ class Operators:
         if not isinstance(given, Mapping):
             self.faults.append(f"{field} expects a mapping from operators, found {_said(given)}")
             return {}
-        return self._fill(field, given.items())
+        return self._fill(field, self._items(field, given.items))
 
     def group(self, field: str, given: Any) -> frozenset[OpOverload]:
         """A collection of operators, packets expanded."""
         if given is None:
             return frozenset()
-        if isinstance(given, (str, bytes, OpOverload, OpOverloadPacket)) or not isinstance(given, Iterable):
+        if isinstance(given, (str, bytes, Mapping, OpOverload, OpOverloadPacket)) or not isinstance(given, Iterable):
             self.faults.append(f"{field} expects a collection of operators, found {_said(given)}")
             return frozenset()
-        return frozenset(self._fill(field, ((op, None) for op in given)))
+        return frozenset(self._fill(field, ((op, None) for op in self._items(field, lambda: given))))
+
+    def _items(self, field: str, read: Callable[[], Iterable[Any]]) -> list[Any]:
+        try:
+            return list(read())
+        except Exception as error:
+            self.faults.append(f"{field} cannot be read: {type(error).__name__}: {error}")
+            return []
 
     def _fill(self, field: str, items: Iterable[tuple[Any, Any]]) -> dict[OpOverload, Any]:
         found: dict[OpOverload, Any] = {}
@@ -105,6 +121,8 @@ def name_faults(name: Any, version: Any, device_type: Any) -> Iterator[str]:
     for field, value in (("name", name), ("version", version)):
         if not isinstance(value, str) or not value.strip():
             yield f"{field} expects a text that is not empty, found {_said(value)}"
+        elif not value.isprintable():
+            yield f"{field} expects a text on one line without control characters, found {value!r}"
     if not isinstance(device_type, str):
         yield f"device_type expects a text such as 'cuda', found {_said(device_type)}"
         return
@@ -145,10 +163,26 @@ def function_faults(field: str, table: Mapping[OpOverload, Any]) -> Iterator[str
         if function is FALLBACK or not callable(function):
             yield f"{field}[{op}] expects a function{_or_fallback(field)}, found {_said(function)}"
             continue
+        named = f"{field}[{op}]: {getattr(function, '__qualname__', _said(function))}"
         try:
             content_identity(function)
         except NoIdentity as error:
-            yield f"{field}[{op}]: {getattr(function, '__qualname__', _said(function))} {error}"
+            yield f"{named} {error}"
+        if isinstance(function, types.FunctionType):
+            yield from (f"{named} {text}" for text in _call_faults(op, function))
+
+
+def _call_faults(op: OpOverload, function: types.FunctionType) -> Iterator[str]:
+    """A function that nothing can call for ``op``, or whose call runs nothing."""
+    if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        yield "is a generator or asynchronous, whose call runs nothing: use a plain function"
+    needed = [one for one in op._schema.arguments if not one.has_default_value()]
+    positional = [one.name for one in needed if not one.kwarg_only]
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*positional, **{one.name: 0 for one in needed
+                                                                              if one.kwarg_only})
+    except TypeError as error:
+        yield f"cannot be called with the arguments of {op._schema}: {error}"
 
 
 def collective_table(given: Any, faults: list[str]) -> dict[str, frozenset[str]] | None:
@@ -161,7 +195,7 @@ def collective_table(given: Any, faults: list[str]) -> dict[str, frozenset[str]]
     table = {}
     for role, allowed in given.items():
         head, dot, tail = role.partition(".") if isinstance(role, str) else ("", "", "")
-        if role != "*" and not (head and dot and tail):
+        if role != "*" and not (_WORD.fullmatch(head) and dot and (tail == "*" or _WORDS.fullmatch(tail))):
             faults.append(f"collectives expects roles such as 'fsdp.param_unshard', 'tp.*' or '*', found {_said(role)}")
         several = isinstance(allowed, Iterable) and not isinstance(allowed, (str, bytes))
         values = tuple(allowed) if several else (allowed,)
@@ -179,6 +213,8 @@ def _look_up(written: str) -> Any:
     """``"aten::add.Tensor"`` or ``"aten.add.Tensor"`` as an overload, without the overload as a packet."""
     found: Any = torch.ops
     for part in written.replace("::", ".").split("."):
+        if not part:
+            return None
         try:
             found = getattr(found, part)
         except (AttributeError, RuntimeError):

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from . import torch_names
 from .devices import has_complex, node_device
-from .faults import FALLBACK
+from .faults import FALLBACK, PolicyError
 from .model import OperatorPolicy
 
 
@@ -34,7 +34,11 @@ class NodeLowering:
             return self._op(*args, **kwargs)
         if self._function is FALLBACK:
             return torch_names.lower_as_fallback(self._op, node, args, kwargs)
-        return torch_names.lower_with(self._op, self._function, node, args, kwargs)  # type: ignore[arg-type]
+        out = torch_names.lower_with(self._op, self._function, node, args, kwargs)  # type: ignore[arg-type]
+        faults = list(torch_names.result_faults(out, node.meta.get("val")))
+        if faults:
+            raise PolicyError(f"{self.__name__}: the lowering does not give what the operator gives:", faults)
+        return out
 
     def __repr__(self) -> str:
         return self.__name__

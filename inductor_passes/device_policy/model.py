@@ -147,6 +147,9 @@ class OperatorPolicy:
 
         Args:
             options: Inductor's own options, as for ``torch.compile(options=...)``.
+
+        Raises:
+            PolicyError: an option that Inductor does not have.
         """
         from .backend import PolicyBackend
 

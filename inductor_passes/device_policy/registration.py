@@ -28,8 +28,8 @@ _LOCK = threading.Lock()
 class Registration:
     """What :func:`register_policy` returns; ``close()`` or the end of a ``with`` undoes it."""
 
-    def __init__(self, policy: OperatorPolicy) -> None:
-        self.policy = policy
+    def __init__(self, policy: OperatorPolicy, dispatch: _Dispatch) -> None:
+        self.policy, self._dispatch = policy, dispatch
         self._open = True
 
     def close(self) -> None:
@@ -38,8 +38,10 @@ class Registration:
             if not self._open:
                 return
             self._open = False
-            left = {kind: one for kind, one in _registered().items() if kind != self.policy.device_type}
-            _install(left)
+            before = self._dispatch.policies
+            self._dispatch.hold({kind: one for kind, one in before.items() if kind != self.policy.device_type})
+            if not self._dispatch.policies and torch_names.current_compile_fx() is self._dispatch:
+                torch_names.set_compile_fx(self._dispatch.stock)
         torch.compiler.reset()
 
     def __enter__(self) -> Registration:
@@ -77,19 +79,26 @@ def register_policy(device: str, policy: OperatorPolicy) -> Registration:
         )
     policy.check_unchanged()
     with _LOCK:
-        before = _registered()
-        if device in before:
+        current = torch_names.current_compile_fx()
+        dispatch = current if isinstance(current, _Dispatch) else _Dispatch(current)
+        if device in dispatch.policies:
             raise PolicyError(
-                f"device {device!r} has the policy {before[device].name!r} already: close its registration first"
+                f"device {device!r} has the policy {dispatch.policies[device].name!r} already: close its registration "
+                "first"
             )
-        _install({**before, device: policy})
+        dispatch.hold({**dispatch.policies, device: policy})
+        torch_names.set_compile_fx(dispatch)
     torch.compiler.reset()
-    return Registration(policy)
+    return Registration(policy, dispatch)
 
 
 def registered_policy(device: str) -> OperatorPolicy | None:
-    """The policy registered for a device type, None when there is none."""
-    return _registered().get(device)
+    """The policy registered for a device type, None when there is none.
+
+    Nor is one found while another tool's function stands in the place of ours as ``compile_fx``.
+    """
+    current = torch_names.current_compile_fx()
+    return current.policies.get(device) if isinstance(current, _Dispatch) else None
 
 
 def replacement_allowed(node: fx.Node, role: str | None, what: str, policy: OperatorPolicy | None = None) -> bool:
@@ -111,17 +120,29 @@ def replacement_allowed(node: fx.Node, role: str | None, what: str, policy: Oper
 
 
 class _Dispatch:
-    """Stands in for Inductor's ``compile_fx`` while a policy is registered; holds the registered policies."""
+    """Stands in for Inductor's ``compile_fx`` while a policy is registered; holds the registered policies.
 
-    def __init__(self, stock: Callable[..., Any], policies: Mapping[str, OperatorPolicy]) -> None:
-        self.stock, self.policies = stock, MappingProxyType(dict(policies))
+    It asks for its policies at each compile: where another tool has put a function around it, it stays, and does
+    nothing once the last registration is closed.
+    """
+
+    policies: Mapping[str, OperatorPolicy]
+
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        self.stock = stock
+        self.hold({})
         self.__signature__ = inspect.signature(stock)  # for whoever asks what compile_fx takes
 
+    def hold(self, policies: Mapping[str, OperatorPolicy]) -> None:
+        """Take these policies for every compile that begins from now on."""
+        self.policies = MappingProxyType(dict(policies))
+
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        policies = self.policies
         bound = torch_names.compile_arguments(self.stock, gm, inputs, *args, **kwargs)
         if isinstance(bound.get("decompositions"), ScopedTable):
             return self.stock(gm, inputs, *args, **kwargs)  # under a policy already
-        found = sorted(graph_devices(gm, inputs) & self.policies.keys()) if isinstance(gm, fx.GraphModule) else []
+        found = sorted(graph_devices(gm, inputs) & policies.keys()) if isinstance(gm, fx.GraphModule) else []
         if not found:
             return self.stock(gm, inputs, *args, **kwargs)
         if len(found) > 1:
@@ -133,16 +154,5 @@ class _Dispatch:
         if upstream.is_lite(options):
             logger.info("lite mode: the policy of %s is not applied", found[0])
             return self.stock(gm, inputs, *args, **kwargs)
-        added = scope(self.policies[found[0]], gm, options, bound.get("decompositions"))
+        added = scope(policies[found[0]], gm, options, bound.get("decompositions"))
         return torch_names.compile_scoped(self.stock, bound, **added)
-
-
-def _registered() -> Mapping[str, OperatorPolicy]:
-    current = torch_names.current_compile_fx()
-    return current.policies if isinstance(current, _Dispatch) else MappingProxyType({})
-
-
-def _install(policies: Mapping[str, OperatorPolicy]) -> None:
-    current = torch_names.current_compile_fx()
-    stock = current.stock if isinstance(current, _Dispatch) else current
-    torch_names.set_compile_fx(_Dispatch(stock, policies) if policies else stock)

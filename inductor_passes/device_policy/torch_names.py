@@ -6,7 +6,9 @@ Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0. Nothing here patches to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +16,17 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ..upstream import UnsupportedTorch, inductor_flags, is_lite, reading
+from ..upstream import (
+    TORCHS_NAMESPACES,
+    UnsupportedTorch,
+    inductor_flags,
+    is_lite,
+    operators,
+    python_above_kernels,
+    reading,
+)
+
+_SLOT = "post_grad_custom_post_pass"
 
 
 def check_names() -> None:
@@ -28,7 +40,7 @@ def check_names() -> None:
     places: tuple[tuple[Any, tuple[str, ...]], ...] = (
         (lowering, ("maybe_layout_constraints", "constrain_to_fx_strides", "constrain_to_fake_tensors", "validate_ir")),
         (compile_fx, ("fx_compile_mode", "fx_compile_async", "fx_compile_progressive", "get_patched_config_dict")),
-        (inductor_config, ("post_grad_custom_post_pass", "cpp_wrapper", "fx_wrapper", "freezing")),
+        (inductor_config, (_SLOT, *PASSES_ON, "cpp_wrapper", "fx_wrapper", "freezing")),
     )
     calls = (
         (compile_fx, "compile_fx", ("inner_compile", "config_patches", "decompositions")),
@@ -48,6 +60,32 @@ def check_names() -> None:
 def overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
     """Every overload of a packet."""
     return [getattr(packet, name) for name in packet.overloads()]
+
+
+def traces_python(op: Any) -> bool:
+    """Whether tracing an operator, or an overload of a packet, that is not torch's runs Python code of its owner's."""
+    return any(one.namespace not in TORCHS_NAMESPACES and python_above_kernels(one) for one in operators(op))
+
+
+def operators_named(names: Collection[str], modules: Collection[types.ModuleType]) -> Iterator[tuple[Any, str]]:
+    """Operators with Python code, not torch's, that these names of attributes reach from these modules.
+
+    From ``torch.ops``, as ``torch.ops.acme.scale``, or from a namespace of it.
+    """
+    namespaces = {one.__name__.rpartition(".")[2] for one in modules if isinstance(one, torch._ops._OpNamespace)}
+    wanted = namespaces.union(names if torch.ops in modules else ()) - TORCHS_NAMESPACES
+    if not wanted:
+        return
+    found = set()
+    for key in torch.library._impls:  # "namespace/name.overload/key"
+        space, _, rest = key.partition("/")
+        if space in wanted:
+            found.add((space, rest.partition("/")[0].partition(".")[0]))
+    for space in wanted.intersection(vars(torch.ops)):
+        found.update((space, name) for name in getattr(getattr(torch.ops, space), "__dict__", ()))
+    for space, name in sorted(found):
+        if name in names:
+            yield getattr(getattr(torch.ops, space), name), f"torch.ops.{space}.{name}"
 
 
 def has_lowering(op: torch._ops.OpOverload) -> bool:
@@ -81,12 +119,43 @@ def lower_with(
     kwargs: dict[str, Any],
 ) -> Any:
     """Lower one call of ``op`` by ``function``, its inputs laid out as Inductor would for ``op``."""
-    from torch._inductor.lowering import maybe_layout_constraints, validate_ir
+    from torch._inductor.lowering import maybe_layout_constraints
 
     args, kwargs = _laid_out(maybe_layout_constraints(op), op, node, args, kwargs)
-    out = function(*args, **kwargs)
-    validate_ir(out)
-    return out
+    return function(*args, **kwargs)
+
+
+def result_faults(out: Any, wanted: Any) -> Iterator[str]:
+    """Where what a lowering returned is not of the kind, element type or size that the graph goes on with.
+
+    What has none of these faults is held to Inductor's own ``validate_ir``.
+
+    Args:
+        out: Inductor's IR, or a collection of it.
+        wanted: the node's fake output; None: nothing is known.
+    """
+    from torch._inductor.ir import IRNode
+    from torch._inductor.lowering import validate_ir
+
+    if isinstance(wanted, torch.Tensor):
+        if not isinstance(out, IRNode):
+            yield f"expected a tensor of Inductor's IR, found a {type(out).__qualname__}"
+            return
+        validate_ir(out)
+        if out.maybe_get_dtype() != wanted.dtype:
+            yield f"expected {wanted.dtype}, found {out.maybe_get_dtype()}"
+        size = list(out.maybe_get_size() or ())
+        if len(size) != wanted.dim() or any(
+            str(mine) != str(theirs) for mine, theirs in zip(size, wanted.shape, strict=True)
+            if isinstance(theirs, int) and getattr(mine, "is_number", True)
+        ):
+            yield f"expected size {list(wanted.shape)}, found {size}"
+    elif isinstance(wanted, (tuple, list)):
+        if not isinstance(out, (tuple, list)) or len(out) != len(wanted):
+            yield f"expected {len(wanted)} outputs, found {len(out) if isinstance(out, (tuple, list)) else 'one'}"
+            return
+        for index, (one, other) in enumerate(zip(out, wanted, strict=True)):
+            yield from (f"output {index}: {fault}" for fault in result_faults(one, other))
 
 
 def lower_as_fallback(
@@ -123,14 +192,22 @@ def _laid_out(
     return constrain_to_fake_tensors(*given, *fake)  # type: ignore[no-any-return, no-untyped-call]
 
 
+PASSES_ON: Mapping[str, Any] = MappingProxyType({"use_post_grad_passes": True, "disabled_passes": ""})
+"""Options under which Inductor runs the pass that hands nodes to the policy."""
+
+
 def unsupported_modes(options: Mapping[str, Any]) -> list[str]:
     """Why a policy cannot be applied to a compile with these Inductor options in this thread, by mode."""
     from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
 
-    def on(name: str) -> bool:
-        return bool(options.get(name, getattr(inductor_config, name)))
+    def value(name: str) -> Any:
+        return options.get(name, getattr(inductor_config, name))
 
+    def on(name: str) -> bool:
+        return bool(value(name))
+
+    lite = is_lite(options)
     modes = {
         f"subprocess or serialised FX compile (fx_compile_mode={compile_fx.fx_compile_mode.name}) drops custom passes "
         "and would poison the cache: use FxCompileMode.NORMAL": (
@@ -147,7 +224,13 @@ def unsupported_modes(options: Mapping[str, Any]) -> list[str]:
         "fx_wrapper is not covered: use the Python wrapper": on("fx_wrapper"),
         "freezing folds weights before any policy is asked: turn it off": on("freezing"),
         "lite mode (fallback_by_default) lowers operators by itself and runs no pass: leave it out, or use backend="
-        "'collective_identity' with option 'policy', which applies the policy in marked regions": is_lite(options),
+        "'collective_identity' with option 'policy', which applies the policy in marked regions": lite,
+        "use_post_grad_passes=False leaves out the pass that policies lower with: turn it on": (
+            not lite and not on("use_post_grad_passes")
+        ),
+        f"disabled_passes={value('disabled_passes')!r} leaves out the pass that policies lower with: take it out": (
+            _SLOT.upper() in str(value("disabled_passes")).upper()  # as GraphTransformObserver asks
+        ),
     }
     return [text for text, found in modes.items() if found]
 
@@ -175,10 +258,9 @@ def post_grad_post_pass(
     run: Callable[[fx.Graph], None], identity: str, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Options that run ``run`` last on each graph about to be lowered; ``identity`` enters both caches' keys."""
-    name = "post_grad_custom_post_pass"
-    user = options.get(name, inductor_config.post_grad_custom_post_pass)
+    user = options.get(_SLOT, inductor_config.post_grad_custom_post_pass)
     users = tuple(user) if isinstance(user, (list, tuple)) else () if user is None else (user,)
-    return {name: _PostGradLast(run, identity, users)}
+    return {_SLOT: _PostGradLast(run, identity, users)}
 
 
 def current_compile_fx() -> Callable[..., Any]:

@@ -16,16 +16,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx
 
 from .. import upstream
+from .lowering import LiteUnsupported
 from .marks import KEY, is_marked
 from .state import SWITCH, LiteState, lite_state
 
 SELECTIVE = "selective_decompose"
+
+
+def _dense_gradient(op: Callable[..., Any], gradient: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The kernel copies a gradient that is not dense; the fake one promises that gradient's strides."""
+    dense = gradient.contiguous()
+    return NotImplemented if dense is gradient else op(dense, *args, **kwargs)  # asks the table again
+
+
+def _masked(op: object, gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """The kernel for the CPU is this product, with the gradient's strides; the fake one promises dense ones."""
+    if gradient.device.type != "cpu" or gradient.is_contiguous():
+        return NotImplemented
+    return gradient * (mask.type_as(gradient) * scale)
+
+
+AS_THEIR_KERNELS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {
+        torch.ops.aten.native_layer_norm_backward.default: _dense_gradient,
+        torch.ops.aten._log_softmax_backward_data.default: _dense_gradient,
+        torch.ops.aten.native_dropout_backward.default: _masked,
+    }
+)
+"""Operators whose fake kernel promises other strides for a transposed gradient than the real one gives, so that
+Inductor's assertion fails; each said so that both agree, with the kernel's own results to the bit
+(aten/src/ATen/native: layer_norm.cpp, SoftMax.cpp, Dropout.cpp; torch/_decomp/decompositions.py of 2.11 to 2.15)."""
 
 
 class OneTraceTable(dict[Any, Callable[..., Any]]):
@@ -38,7 +66,7 @@ class OneTraceTable(dict[Any, Callable[..., Any]]):
     def __init__(self, table: Mapping[Any, Callable[..., Any]] | None = None) -> None:
         marks = _Marks()
         rows = upstream.decomposition_table() if table is None else table
-        super().__init__({op: _Entry(function, marks) for op, function in rows.items()})
+        super().__init__({op: _Entry(op, function, marks) for op, function in rows.items()})
 
     def over(self, table: Mapping[Any, Callable[..., Any]]) -> OneTraceTable:
         """The same for another table; what that holds is in no name, so only with the caches off."""
@@ -51,13 +79,16 @@ class OneTraceTable(dict[Any, Callable[..., Any]]):
 class _Entry:
     """One decomposition; NotImplemented, which tells the tracer to go on without, where nothing is marked."""
 
-    __slots__ = ("_function", "_marks")
+    __slots__ = ("_function", "_marks", "_op")
 
-    def __init__(self, function: Callable[..., Any], marks: _Marks) -> None:
-        self._function, self._marks = function, marks
+    def __init__(self, op: Any, function: Callable[..., Any], marks: _Marks) -> None:
+        self._op, self._function, self._marks = op, function, marks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs) if self._marks.here() else NotImplemented
+        if self._marks.here():
+            return self._function(*args, **kwargs)
+        as_its_kernel = AS_THEIR_KERNELS.get(self._op)
+        return NotImplemented if as_its_kernel is None else as_its_kernel(self._op, *args, **kwargs)
 
 
 class _Marks:
@@ -125,12 +156,21 @@ class Selection:
 
 
 def select(options: Mapping[str, Any]) -> Selection:
-    """Decide from the options of this compile and the configuration of the moment."""
+    """Decide from the options of this compile and the configuration of the moment.
+
+    Raises:
+        LiteUnsupported: decompositions for marked code alone, but no fallback for the rest.
+    """
 
     def now(name: str) -> Any:
         return options[name] if name in options else upstream.inductor_flag(name)
 
     if not now(SWITCH):
+        if now(SELECTIVE):
+            raise LiteUnsupported(
+                f"{SELECTIVE}=True expects {SWITCH}=True, found False: torch then has a fallback and a decomposition "
+                'for one operator. Set both (mode="lite" does), or neither'
+            )
         return Selection(options, None)
     switches = {name: now(name) for name in upstream.mode_options()["lite"]}
     if not switches[SELECTIVE]:

@@ -3,7 +3,12 @@
 A snapshot holds the very objects of the graph (so no id is used twice) and, of ``meta["custom"]``, which is a
 dictionary that passes share, a copy. Comparing again costs one identity test per field. What is inserted and then
 removed leaves no trace in the graph: torch's create and erase hooks see it. Both together cost under 0.6 ms per
-1000 nodes (``python -m benchmarks lite``).
+1000 nodes (``python -m benchmarks lite``). Of a module: its tensors (storage, place in it, version), its sub-modules,
+``meta`` and ``forward``, and its graph's code generator.
+
+Not seen: elements written below autograd (``.data.add_``, through numpy), which move no version; a fake value edited
+in place; other keys of a node's ``meta``; objects in ``custom`` that are no container and no tensor; and what is set
+back to the very same object before the pass ends.
 
 A mark for recompute is a change as well, except by the passes of ``EXEMPT``: those marks belong to capture.
 """
@@ -13,6 +18,7 @@ from __future__ import annotations
 import marshal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any
@@ -161,15 +167,55 @@ def _columns(graph: fx.Graph) -> list[list[Any]]:
 
 
 def _held(gm: fx.GraphModule) -> dict[str, Any]:
-    """Constants, parameters and sub-modules, tensors with their version: an edit in place counts."""
+    """What belongs to the module and not to a node: constants, parameters, sub-modules, meta, forward, code generator.
+
+    ``recompile`` may run: it sets ``forward`` on the module's class.
+    """
+    return {
+        **{f"meta[{key!r}]": _frozen(value) for key, value in gm.meta.items()},
+        "forward": gm.__dict__.get("forward"),
+        "graph._codegen": gm.graph._codegen,
+        **_tensors(gm),
+    }
+
+
+def _tensors(module: torch.nn.Module, path: str = "") -> dict[str, Any]:
+    """Tensors, each as its `_Place`, and sub-modules; the graphs among those have snapshots of their own."""
     held: dict[str, Any] = {}
-    for values in (gm._parameters, gm._buffers, gm._modules, gm.__dict__):
+    for values in (module._parameters, module._buffers, module._modules, module.__dict__):
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                held[name] = (value, value._version)
+                held[path + name] = _Place.of(value)
             elif isinstance(value, torch.nn.Module):
-                held[name] = value
+                held[path + name] = value
+                if not isinstance(value, fx.GraphModule):
+                    held.update(_tensors(value, f"{path}{name}."))
     return held
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor and what an edit of it changes; the storage is held, so that no address is used twice."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage | None
+    said: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Place:
+        version = None if tensor.is_inference() else tensor._version
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a layout without one
+            storage = None
+        where = None if storage is None else hex(storage._cdata)
+        return cls(tensor, storage, (_shape(tensor), f"version {version}", f"storage {where}"))
+
+    def same(self, other: _Place) -> bool:
+        return self.tensor is other.tensor and self.said == other.said
+
+    def __repr__(self) -> str:
+        return str(self.said)
 
 
 def _copied(values: list[Any]) -> Any:
@@ -184,13 +230,18 @@ def _restored(copies: Any) -> Any:
     return marshal.loads(copies) if isinstance(copies, bytes) else copies
 
 
-def _frozen(value: Any) -> Any:
-    """A copy in which leaves are kept as they are."""
+def _frozen(value: Any, inside: tuple[Any, ...] = ()) -> Any:
+    """A copy in which leaves are kept as they are, tensors with their place; a container in itself is one more leaf."""
+    if isinstance(value, torch.Tensor):
+        return _Place.of(value)
+    if not isinstance(value, (dict, list, tuple, set)) or any(value is one for one in inside):
+        return value
+    inside = (*inside, value)
     if isinstance(value, dict):
-        return {key: _frozen(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_frozen, value)) if type(value) in (list, tuple) else value
-    return set(value) if isinstance(value, set) else value
+        return {key: _frozen(one, inside) for key, one in value.items()}
+    if isinstance(value, set):
+        return set(value)
+    return type(value)(_frozen(one, inside) for one in value) if type(value) in (list, tuple) else value
 
 
 def _same(was: Any, now: Any) -> bool:
@@ -205,6 +256,8 @@ def _same(was: Any, now: Any) -> bool:
         return len(was) == len(now) and all(map(_same, was, now))
     if isinstance(was, slice):
         return _same((was.start, was.stop, was.step), (now.start, now.stop, now.step))
+    if isinstance(was, _Place):
+        return was.same(now)
     plain = isinstance(was, (int, float, complex, str, bytes, set, frozenset, torch.dtype, torch.device))
     return plain and bool(was == now)
 
@@ -216,8 +269,10 @@ def _equal(field: str, was: Any, now: Any) -> bool:
 def _shape(value: Any) -> Any:
     """What a fake value says; symbolic sizes by their text, so that none is specialised."""
     if isinstance(value, torch.Tensor):
-        strides = tuple(map(str, value.stride())) if value.layout is torch.strided else None
-        return (str(value.dtype), str(value.device), str(value.layout), tuple(map(str, value.shape)), strides)
+        dense = value.layout is torch.strided
+        strides = (*map(str, value.stride()), f"from {value.storage_offset()}") if dense else None
+        kind = f"{type(value).__name__}{' with gradient' if value.requires_grad else ''}"
+        return (kind, str(value.dtype), str(value.device), str(value.layout), tuple(map(str, value.shape)), strides)
     if isinstance(value, (list, tuple)):
         return tuple(map(_shape, value))
     return f"{type(value).__name__} {value}" if isinstance(value, (int, float, bool)) else str(value)
@@ -236,8 +291,6 @@ def _order_difference(before: list[fx.Node], after: list[fx.Node]) -> str:
 def _said(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return str(_shape(value))
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
-        return f"{_shape(value[0])} at version {value[1]}"
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
     return str(value)

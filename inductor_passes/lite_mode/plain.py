@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -14,13 +15,16 @@ from .decompose import select
 from .lowering import prepare
 from .marks import marks_digest
 
+_PACKAGE = Path(__file__).parent.parent
+
 
 @contextmanager
 def one_trace() -> Iterator[None]:
     """While entered, ``torch.compile(mode="lite")`` and equal options compile marked regions, in one trace.
 
     Enter it around the first call of the compiled function, when it compiles; a backward that compiles later needs
-    it no more. Compiles that are not lite, or have decompositions of their own, are left alone.
+    it no more. Compiles that are not lite, or have decompositions of their own, are left alone, and so are those of
+    other threads, which may enter and leave meanwhile.
 
         compiled = torch.compile(model, mode="lite")
         with one_trace():
@@ -55,5 +59,5 @@ def _compile(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
 
 
 def _tag(*graphs: fx.GraphModule) -> str:
-    """The marks of what was captured and, for Inductor's key, of what AOTAutograd traced from it."""
-    return f"lite:{':'.join(map(marks_digest, graphs))}"
+    """The marks of what was captured and, for Inductor's key, of what AOTAutograd traced from it; and our sources."""
+    return f"lite:{upstream.source_hash(_PACKAGE)}:{':'.join(map(marks_digest, graphs))}"

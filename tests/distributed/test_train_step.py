@@ -19,6 +19,7 @@ TWO = [
     Run("bf16", "adamw fused", clip=True),
     Run("nested", "adamw", inside=False),
     Run("keep_after_forward", "adamw fused"),
+    Run("checkpointed", "adamw"),
     Run("uneven", "adamw", inside=False, options=EAGER),
     Run("uneven", "adamw foreach", options=EAGER, clip=True),
     Run("uneven", "adamw fused", options=EAGER),

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import collective_identity as ci
 from collective_identity import PARAM_UNSHARD, absence_of, codes, identity_of, stamp, start_nodes, store
 from inductor_passes.equals import CSE, settle_equal_collectives
-from inductor_passes.upstream import without_common_subexpressions
+from inductor_passes.upstream import NonRecomputingPartitioner, without_common_subexpressions
 from tests.graphs import identity
 
 C = torch.ops._c10d_functional
@@ -138,3 +139,31 @@ def test_in_a_compile(
     (graph,) = [one for one in session.report().to_dict()["graphs"] if one["phase"] == "forward"]
     assert not set(graph["after"]) & set(roles)
     assert f"CI030 mixed: {codes.DROPPED_MIXED.text}" in caplog.text and f"pass {CSE}" in caplog.text
+
+
+@pytest.mark.parametrize("partitioner", ["min-cut", "the user's"])
+def test_only_a_partitioner_that_is_known_to_merge_settles(partitioner: str, group: str) -> None:
+    gm = traced(group, *BOTH)
+    fn = None if partitioner == "min-cut" else NonRecomputingPartitioner()
+    with inductor_config.patch(custom_partitioner_fn=fn):
+        assert settle_equal_collectives(gm) == (2 if fn is None else 0)
+        assert settle_equal_collectives(traced(group, *BOTH), inductor=False) == 2, "Inductor's option is not asked"
+    assert [identity_of(node) for node in start_nodes(gm)] == ([None, None] if fn is None else BOTH)
+
+
+def test_strict_lite_merges_nothing_and_says_so(group: str, caplog: pytest.LogCaptureFixture) -> None:
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with ci.role_scope(PARAM_UNSHARD, producer="p"):
+            one = gathered(w, group)
+        with ci.role_scope(OTHER, producer="p"):
+            two = gathered(w, group)
+        return ((x @ one) @ two.T).sin().sum()
+
+    torch._dynamo.reset()
+    with ci.enable(agreement_timeout=0) as opened:
+        compiled = torch.compile(f, backend="collective_identity", fullgraph=True, options={"strict_lite": True})
+        compiled(torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)).backward()
+        graphs = opened.report().to_dict()["graphs"]
+    assert [(one["phase"], one["lite"]) for one in graphs] == [(p, "full") for p in ("joint", "forward", "backward")]
+    assert graphs[1]["after"] == {PARAM_UNSHARD: 1, OTHER: 1}
+    assert "CI030" not in caplog.text

@@ -35,6 +35,8 @@ def graph(nodes: int = 3) -> fx.GraphModule:
     b.output(last)
     gm = b.module()
     gm.register_buffer("constant", torch.ones(2))
+    gm.add_module("part", torch.nn.Linear(2, 2))
+    gm.meta["deep"] = []
     inner = fx.Graph()
     inner.output((inner.call_function(aten.neg.default, (inner.placeholder("y"),)),))
     gm.add_submodule("inside", fx.GraphModule(torch.nn.Module(), inner))
@@ -43,6 +45,11 @@ def graph(nodes: int = 3) -> fx.GraphModule:
 
 def find(gm: fx.GraphModule, target: Any) -> fx.Node:
     return next(node for node in gm.graph.nodes if node.target is target)
+
+
+def value(gm: fx.GraphModule) -> torch.Tensor:
+    found: torch.Tensor = find(gm, aten.neg.default).meta["val"]
+    return found
 
 
 def insert(gm: fx.GraphModule) -> fx.Node:
@@ -75,6 +82,8 @@ CHANGES: dict[str, Change] = {
     "args": lambda gm: setattr(find(gm, aten.add.Tensor), "args", find(gm, aten.add.Tensor).args[::-1]),
     "kwargs": lambda gm: setattr(find(gm, aten.add.Tensor), "kwargs", {"alpha": 2}),
     "value": lambda gm: find(gm, aten.neg.default).meta.update(val=torch.empty(4, 4, dtype=torch.float64)),
+    "value_offset": lambda gm: find(gm, aten.neg.default).meta.update(val=value(gm).new_empty(8, 4)[4:]),
+    "value_gradient": lambda gm: find(gm, aten.neg.default).meta.update(val=value(gm).clone().requires_grad_()),
     "value_stride": lambda gm: find(gm, aten.neg.default).meta.update(val=torch.empty(4, 4).t()),
     "custom_edited": lambda gm: find(gm, aten.neg.default).meta["custom"].update(x=1),
     "custom_edited_deep": lambda gm: find(gm, aten.neg.default).meta["custom"]["deep"]["a"].append(2),
@@ -91,6 +100,13 @@ CHANGES: dict[str, Change] = {
     "constant_edited": lambda gm: gm.constant.add_(1),
     "constant_added": lambda gm: gm.register_buffer("second", torch.ones(1)),
     "constant_removed": lambda gm: delattr(gm, "constant"),
+    "constant_on_other_memory": lambda gm: setattr(gm.constant, "data", torch.ones(2)),
+    "constant_restrided": lambda gm: gm.constant.as_strided_((2,), (0,)),
+    "constant_of_a_part": lambda gm: gm.part.weight.detach().zero_(),
+    "forward": lambda gm: setattr(gm, "forward", lambda x: x),
+    "code_generator": lambda gm: gm.graph.set_codegen(fx.graph.CodeGen()),
+    "module_meta": lambda gm: gm.meta.update(nested_region_config=1),
+    "module_meta_edited": lambda gm: gm.meta["deep"].append(1),
     "subgraph": lambda gm: setattr(find(gm.inside, aten.neg.default), "target", aten.abs.default),
     "subgraph_inserted_then_removed": lambda gm: insert_then_remove(gm.inside),
     "subgraph_replaced": lambda gm: setattr(gm, "inside", fx.GraphModule(torch.nn.Module(), fx.Graph())),
@@ -140,6 +156,27 @@ def test_annotations_that_are_not_plain_are_compared_one_by_one(odd: Any) -> Non
         Pipeline([Planted(lambda gm: find(gm, aten.add.Tensor).meta["custom"].update(odd=None))]).run(gm, CONTEXT)
 
 
+def test_a_tensor_in_an_annotation_is_watched_and_a_cycle_is_not_followed() -> None:
+    gm, tensor, around = graph(), torch.ones(2), {"deep": [1]}
+    around["around"] = around  # type: ignore[assignment]
+    find(gm, aten.add.Tensor).meta["custom"] = {"tensor": tensor, "around": around}
+    Pipeline([Planted(lambda gm: None)]).run(gm, CONTEXT)
+    with pytest.raises(PassError, match=r"custom.*of add_.*edited in place"):
+        Pipeline([Planted(lambda gm: tensor.add_(1))]).run(gm, CONTEXT)
+    with pytest.raises(PassError, match=r"custom.*of add_.*edited in place"):
+        Pipeline([Planted(lambda gm: around["deep"].append(2))]).run(gm, CONTEXT)
+
+
+def test_constants_without_version_or_storage() -> None:
+    gm = graph()
+    with torch.inference_mode():
+        gm.constant = torch.ones(2)
+    gm.sparse = torch.ones(2).to_sparse()
+    Pipeline([Planted(lambda gm: None)]).run(gm, CONTEXT)
+    with pytest.raises(PassError, match="'sparse'"):
+        Pipeline([Planted(lambda gm: setattr(gm, "sparse", torch.zeros(2).to_sparse()))]).run(gm, CONTEXT)
+
+
 def test_what_changes_nothing_passes() -> None:
     def equal_args(gm: fx.GraphModule) -> None:
         for node in gm.graph.nodes:
@@ -148,6 +185,7 @@ def test_what_changes_nothing_passes() -> None:
                 node.meta["notes_of_a_pass"] = 1
 
     Pipeline([Planted(equal_args)]).run(graph(), CONTEXT)
+    Pipeline([Planted(lambda gm: gm.recompile() and None)]).run(graph(), CONTEXT)
 
 
 def test_recompute_marks_are_capture_by_name_and_nothing_else_is() -> None:
@@ -179,6 +217,21 @@ def test_a_users_pass_is_guarded() -> None:
             run_user_passes(graph(), [insert])
         with pytest.raises(PassError, match="returned a new GraphModule"):
             run_user_passes(graph(), [lambda gm: graph()])
+
+
+@pytest.mark.parametrize("way", ["configuration", "meta"])
+def test_no_pass_can_switch_the_guard_off_for_the_next(way: str) -> None:
+    off = {"fallback_by_default": False}
+
+    def switch(gm: fx.GraphModule) -> None:
+        if way == "configuration":
+            inductor_config.fallback_by_default = False
+        else:
+            gm.meta["nested_region_config"] = SimpleNamespace(inductor_config_patches=off)
+
+    with inductor_config.patch(torch._inductor.list_mode_options("lite")):
+        with pytest.raises(PassError, match="insert" if way == "configuration" else "switch"):
+            run_user_passes(graph(), [switch, insert])
 
 
 def test_a_pass_must_declare_its_lite_behaviour() -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx as compile_fx_module
 import torch._inductor.config as inductor_config
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import collective_identity as ci
 from benchmarks.selective_decompose import capture, shape_of
 from inductor_passes import one_trace
+from inductor_passes.lite_mode import prepare
+from inductor_passes.upstream import compile_fx_replaced
 
 OURS: dict[str, Any] = {"backend": "collective_identity", "options": {"strict_lite": True}}
 LITE = torch._inductor.list_mode_options("lite")
@@ -106,14 +112,114 @@ def test_lite_is_detected_when_called(handle: ci.Handle, way: str) -> None:
     assert found[1:] == [("forward", state), ("backward", state), ("inference", "off")]
 
 
+def test_one_trace_is_its_threads_alone_and_gone_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original(
+        model_: str, example_inputs_: Any, inner_compile: Any = 0, config_patches: Any = 0, decompositions: Any = 0
+    ) -> str:
+        return model_
+
+    def by(original: Callable[..., Any], call: inspect.BoundArguments) -> str:
+        return f"{original(*call.args, **call.kwargs)} once"
+
+    def compiled() -> str:
+        return str(compile_fx_module.compile_fx("graph", []))  # type: ignore[arg-type]
+
+    def first() -> None:
+        with compile_fx_replaced(by):
+            seen.append(compiled())
+            inside.set()
+            assert other_left.wait(10)
+            seen.append(compiled())
+
+    monkeypatch.setattr(compile_fx_module, "compile_fx", original)
+    seen: list[str] = []
+    inside, other_left = threading.Event(), threading.Event()
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(10)
+    assert compiled() == "graph"
+    with compile_fx_replaced(by), compile_fx_replaced(by):
+        assert compiled() == "graph once"
+    assert compiled() == "graph" and compile_fx_module.compile_fx is not original
+    other_left.set()
+    thread.join()
+    assert seen == ["graph once"] * 2 and compile_fx_module.compile_fx is original
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.layer_norm(x, (6,)), lambda x: F.log_softmax(x, -1), F.dropout],
+    ids=["layer_norm", "log_softmax", "dropout"],
+)
+@pytest.mark.parametrize("traced_once", [False, True], ids=["backend", "plain"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_transposed_gradient(function: Callable[[Tensor], Tensor], traced_once: bool) -> None:
+    """Fake kernels that promise other strides than the real ones give: said as the kernel does it, to the bit."""
+
+    def gradient(**how: Any) -> Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+        compiled = torch.compile(lambda x: function(x.sin()).t().contiguous().exp(), **how)
+        with one_trace() if traced_once else nullcontext():
+            out = compiled(x)
+        out.backward(torch.linspace(0, 3, 24).view(6, 4))
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient(backend="aot_eager")
+    found = gradient(**{"mode": "lite"} if traced_once else OURS)
+    assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"selective_decompose": True}, {"strict_lite": True, "fallback_by_default": False}],
+    ids=["alone", "part"],
+)
+def test_marks_without_fallback_are_refused_with_the_way_out(options: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=r"selective_decompose=True expects fallback_by_default=True.*Set both"):
+        torch.compile(unmarked, backend="collective_identity", options=options)(torch.ones(8))
+    torch._dynamo.reset()
+    with inductor_config.patch(selective_decompose=True):
+        eager = torch.compile(unmarked, backend="collective_identity", options={"inner": "aot_eager"})
+        assert torch.equal(eager(torch.ones(8)), unmarked(torch.ones(8)))
+
+
+def test_a_kernel_of_the_users_is_rewritten_as_torch_does_after_grad() -> None:
+    """It has no lowering otherwise; torch 2.15 rewrites it in lite mode itself. The graph alone needs no GPU."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    def f(x: Tensor) -> Tensor:
+        made = wrap.triton_kernel_wrapper_functional(
+            kernel_idx=wrap.kernel_side_table.add_kernel(object()),
+            constant_args_idx=wrap.kernel_side_table.add_constant_args({}),
+            grid=[(1, 1, 1)],
+            tma_descriptor_metadata={},
+            kwargs={"x": x},
+            tensors_to_clone=["x"],
+        )
+        return made["x"] * 2
+
+    gm = make_fx(f, tracing_mode="fake")(torch.ones(4))
+    names = [str(node.target) for node in gm.graph.nodes]
+    assert "triton_kernel_wrapper_functional" in names
+    prepare(gm)
+    gm.graph.lint()
+    names = [str(node.target) for node in gm.graph.nodes]
+    assert "triton_kernel_wrapper_mutation" in names and "triton_kernel_wrapper_functional" not in names
+    (kernel,) = (node for node in gm.graph.nodes if str(node.target) == "triton_kernel_wrapper_mutation")
+    assert all(node.op == "call_function" for node in kernel.all_input_nodes), "it writes a copy"
+
+
 # ---- torch's limits; tests/passes/test_lite_matrix.py has what is made right or refused ----
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_dropout_of_a_transposed_gradient_is_torchs_limit() -> None:
-    """Torch's fake tensors give ``native_dropout_backward`` other strides than its kernel; docs/lite-mode.md."""
+def test_elu_of_a_transposed_gradient_is_torchs_limit() -> None:
+    """Torch's fake tensors give ``elu_backward`` other strides than its kernel; docs/lite-mode.md has the others."""
     x = torch.ones(4, 6, requires_grad=True)
-    out = torch.compile(lambda x: F.dropout(x, 0.5).t().contiguous(), **OURS)(x)
+    out = torch.compile(lambda x: F.elu(x).t().contiguous(), **OURS)(x)
     with pytest.raises(AssertionError, match="expected size .* stride"):
         out.backward(torch.ones(6, 4))
 

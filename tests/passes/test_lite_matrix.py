@@ -18,7 +18,7 @@ from tests.lite_matrix_operators import PROGRAMS
 QUICK = frozenset(
     "convolution_batch_norm marked_random custom_into_intermediate custom_into_input mutate_input "
     "mutate_buffer dynamic_rows checkpoint_dropout cond_gradient view_outputs complex all_gather_reduce_scatter "
-    "size_from_data equal_operators nested_region_gradient optimizer_step".split()
+    "size_from_data equal_operators nested_region_gradient optimizer_step map_gradient scan_gradient".split()
 )
 COMPILED = frozenset({"marked_region", "marked_flex_attention"})
 """Marked for compilation: equal within the last bits."""
@@ -26,8 +26,6 @@ COMPILED = frozenset({"marked_region", "marked_flex_attention"})
 FAILS = {
     "flex_attention": r"LiteUnsupported.*'flex_attention'.*compile_with_inductor",
     "moe_bfloat16": r"expected size .* stride",
-    "map_gradient": r"_local_scalar_dense",
-    "scan_gradient": r"_local_scalar_dense",
 }
 """By program, the error instead; each is in docs/lite-mode.md."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,18 +23,39 @@ def one_rank() -> Iterator[None]:
 
 
 def test_a_few_programs() -> None:
-    assert run(FEW, 0, **LITE) == []
+    assert list(run(FEW, 0, **LITE)) == []
 
 
 @pytest.mark.long
 def test_three_hundred_programs() -> None:
-    assert run(300, 0, **LITE) == []
+    assert list(run(300, 0, **LITE)) == []
 
 
 def test_a_few_programs_have_every_step_and_both_kinds_of_shape() -> None:
     programs = [Program(seed) for seed in range(FEW)]
     assert {name for program in programs for name, _ in program.steps()} == set(STEPS)
     assert {program.dynamic for program in programs} == {False, True}
+
+
+def test_a_program_that_raises_is_named_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def differing(programs: Sequence[Program], **lite: Any) -> list[Program]:
+        if Program(3) in programs:
+            raise AssertionError("expected size\nmore")
+        return [program for program in programs if program.seed == 8]
+
+    monkeypatch.setattr(lite_programs, "differing", differing)
+    monkeypatch.setattr(lite_programs, "world", nullcontext)
+    monkeypatch.setattr(lite_programs.ci, "enable", lambda **_: nullcontext())
+    monkeypatch.setattr("sys.argv", ["lite_programs", "--programs", "10"])
+    assert lite_programs.main() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": [")[0] for line in said] == [
+        "raises AssertionError: expected size: --programs 1 --seed 3",
+        "differs: --programs 1 --seed 8",
+        "10 programs from seed 0: 2 differ from aot_eager or raise",
+    ]
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,37 @@ def test_on_the_graph() -> None:
     ] * 2
 
 
+def shares(gm: fx.GraphModule) -> None:
+    """Gives the second collective all that the first has, by reference."""
+    first, second = ci.start_nodes(gm)
+    second.meta["custom"] = first.meta["custom"]
+
+
+def swaps(gm: fx.GraphModule) -> None:
+    """Gives each collective what the other has."""
+    first, second = ci.start_nodes(gm)
+    first.meta["custom"], second.meta["custom"] = second.meta["custom"], first.meta["custom"]
+
+
+@pytest.mark.parametrize(("one", "left"), [(shares, 1), (swaps, 0)], ids=["shares", "swaps"])
+@pytest.mark.parametrize("role", [PARAM_UNSHARD, "tp.weight_gather", None])
+def test_the_identity_of_another_is_no_identity(one: Any, left: int, role: str | None) -> None:
+    b = Builder()
+    roles = (PARAM_UNSHARD, role)
+    made = [b.all_gather(b.placeholder(f"w{i}"), role=r, params=(f"w{i}",)) for i, r in enumerate(roles)]
+    b.output(*(c.wait for c in made))
+    gm = b.module()
+    if role is None:
+        made[1].start.meta["custom"] = {}
+    before = [identity_of(node) for node in ci.start_nodes(gm)]
+    run_user_passes(gm, [one])
+    after = [identity_of(node) for node in ci.start_nodes(gm)]
+    assert after == [*before[:left], *[None] * (2 - left)]
+    dropped = [absence_of(node) for node in ci.start_nodes(gm)]
+    known = [a.code for a in dropped if a is not None and a.code is not None]
+    assert known == [codes.DROPPED_UNKNOWN] * (2 - left)
+
+
 @pytest.mark.usefixtures("fake_world")
 def test_in_the_report() -> None:
     torch._dynamo.reset()

@@ -66,6 +66,10 @@ BAD = [
     ({"pre_passes": ["look"]}, "option 'pre_passes' expects callables, found ('look',)"),
     ({"pre_passes": nothing}, f"option 'pre_passes' expects a list or a tuple, found {nothing!r}"),
     (
+        {"inner": "aot_eager", "strict_lite": True},
+        "inner='aot_eager' runs without Inductor, whose lite mode 'strict_lite' is: remove one of the two",
+    ),
+    (
         {"inner": "aot_eager", "max_autotune": True, "cpp_wrapper": True},
         "inner='aot_eager' runs without Inductor and expects none of its options, found cpp_wrapper, max_autotune: "
         "remove them, or use inner='inductor'",

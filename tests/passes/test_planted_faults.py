@@ -86,11 +86,22 @@ def copies_the_first(gm: fx.GraphModule) -> None:
     stable_topological_sort(gm.graph)
 
 
+def shares_the_first(gm: fx.GraphModule) -> None:
+    """Leaves both collectives and gives the second the dict of the first."""
+    first, second = ci.start_nodes(gm)
+    second.meta["custom"] = first.meta["custom"]
+
+
+def raises(gm: fx.GraphModule) -> None:
+    raise RuntimeError("planted")
+
+
 PLANTS: dict[str, tuple[Callable[..., torch.Tensor], list[Any], str, str, str]] = {
     "role against transport": (role_against_transport, [], "malformed", "CI006", "all_gather"),
     "two producers": (two_producers, [], "conflict", "CI013", "all_gather"),
     "a pass that drops": (two_gathers, [drops], "lost", "CI033", "all_gather"),
     "a pass that copies the first": (two_gathers, [copies_the_first], "lost", "CI033", "all_gather_into_tensor_1"),
+    "a pass that shares the first": (two_gathers, [shares_the_first], "lost", "CI033", "all_gather_into_tensor_1"),
 }
 
 
@@ -110,6 +121,25 @@ def test_found_by_code(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     others = ",".join({"lost", "conflict", "malformed"} - {kind})
     again = CliRunner().invoke(cli.app, ["check", str(tmp_path), "--fail-on", others, "--json"])
     assert all(OTHER_RANKS in text for text in json.loads(again.output)["reasons"]), again.output
+
+
+def test_what_was_captured_is_what_was_there_before_any_pass(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "pre_passes": [shares_the_first], "bucketing": False}
+    with ci.enable(run_dir=tmp_path, agreement_timeout=0) as handle:
+        torch.compile(two_gathers, backend=collective_identity, options=options)(torch.ones(8, 2), torch.ones(2, 2))
+        (graph,) = handle.report().to_dict()["graphs"]
+    assert graph["captured"] == {PARAM_UNSHARD: 1, "tp.gather": 1}
+
+
+def test_a_pre_pass_that_raises_is_in_the_run(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    options = {"inner": "aot_eager", "pre_passes": [raises]}
+    with ci.enable(run_dir=tmp_path, agreement_timeout=0), pytest.raises(Exception, match="planted"):
+        torch.compile(two_gathers, backend=collective_identity, options=options)(torch.ones(8, 2), torch.ones(2, 2))
+    found = CliRunner().invoke(cli.app, ["check", str(tmp_path), "--json"])
+    reasons = [text for text in json.loads(found.output)["reasons"] if OTHER_RANKS not in text]
+    assert found.exit_code == 1 and any("planted" in text and "'raises'" in text for text in reasons), reasons
 
 
 def test_two_gathers_that_nobody_touches_are_healthy(tmp_path: Path) -> None:

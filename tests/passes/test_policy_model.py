@@ -53,6 +53,32 @@ def closure(over: Any) -> Any:
     return inner
 
 
+def nothing() -> None:
+    return None
+
+
+def two(x: Any, other: Any) -> Any:
+    return x
+
+
+def generator(x: Any) -> Any:
+    yield x
+
+
+async def later(x: Any) -> Any:
+    return x
+
+
+def breaks() -> Any:
+    yield aten.sin
+    raise RuntimeError("broke")
+
+
+class Breaks(dict[Any, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("broke")
+
+
 class Stateful:
     def __call__(self, x: Any) -> Any:
         return x
@@ -75,6 +101,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"name": ""}, "name expects"),
     ({"name": " "}, "name expects"),
     ({"name": 3}, "name expects"),
+    ({"name": "two\nlines"}, "on one line"),
+    ({"version": "\0"}, "on one line"),
     ({"version": ""}, "version expects"),
     ({"version": None}, "version expects"),
     ({"device_type": "cpu"}, "not an accelerator"),
@@ -87,6 +115,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fallbacks": aten.sin.default}, "fallbacks expects a collection"),
     ({"fallbacks": "aten::sin"}, "fallbacks expects a collection"),
     ({"remove_decompositions": 3}, "remove_decompositions expects a collection"),
+    ({"fallbacks": {aten.sin: 1}}, "fallbacks expects a collection"),
+    ({"fallbacks": breaks()}, "fallbacks cannot be read: RuntimeError: broke"),
+    ({"lowerings": Breaks()}, "lowerings cannot be read: RuntimeError: broke"),
+    ({"fallbacks": ["aten::sin."]}, "does not exist"),
     ({"fallbacks": ["aten::no_such_operator"]}, "does not exist"),
     ({"lowerings": {"aten::relu.nope": plain}}, "does not exist"),
     ({"decompositions": {"nowhere::op": plain}}, "does not exist"),
@@ -122,8 +154,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (D(closure(TENSOR)), "closure variable 'over'"),
     (D(closure(Stateful())), "closure variable 'over'"),
     (D(closure(ANONYMOUS)), "a lambda"),
+    (L(nothing), "cannot be called with the arguments of aten::relu(Tensor self)"),
+    (D(two), "missing a required argument: 'other'"),
+    (L(generator), "is a generator"),
+    (L(later), "is a generator or asynchronous"),
     ({"collectives": ["fsdp.param_unshard"]}, "collectives expects a mapping"),
     ({"collectives": {"unshard": ["fused"]}}, "collectives expects roles"),
+    ({"collectives": {"tp.*.x": ["fused"]}}, "collectives expects roles"),
+    ({"collectives": {" tp. x": ["fused"]}}, "collectives expects roles"),
     ({"collectives": {"tp.*": ["faster"]}}, "expects a collection of 'fused', 'low_contention'"),
     ({"collectives": {"tp.*": "fused"}}, "expects a collection of 'fused', 'low_contention'"),
 ]
@@ -155,6 +193,7 @@ def test_frozen_and_by_content() -> None:
     assert one == two and hash(one) == hash(two) and one.backend() == two.backend() != one.backend(debug=True)
     assert one != OperatorPolicy(**BASE, fallbacks=[aten.sin])
     assert copy.deepcopy(one) is one and copy.deepcopy(FALLBACK) is FALLBACK is pickle.loads(pickle.dumps(FALLBACK))
+    assert type(FALLBACK)() is FALLBACK
     assert aten.sin.default in one.fallbacks and aten.sin.out not in one.fallbacks
     with pytest.raises(TypeError):
         one.lowerings[aten.sin.default] = plain  # type: ignore[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory  # registers symm_mem
 from torch import fx
+from torch._inductor import lowering
 from torch._subclasses import FakeTensorMode
 
 from inductor_passes import symmetric
@@ -36,6 +38,13 @@ def times_ten(x: Any, approximate: str = "none") -> Any:
     return x * 10
 
 
+FACTOR = 2
+
+
+def scaled(x: Any) -> Any:
+    return x * FACTOR
+
+
 def policy(**more: Any) -> OperatorPolicy:
     return OperatorPolicy("p", "1", "cuda", decompositions={aten.gelu.default: times_ten}, fallbacks=[aten.sin], **more)
 
@@ -47,10 +56,29 @@ def test_the_page_runs() -> None:
     assert sum(map(bool, code.splitlines())) <= 30 and callable(made["compiled"])
 
 
-@pytest.mark.parametrize("mode", ["cpp_wrapper", "fx_wrapper", "freezing", "fallback_by_default"])
-def test_modes_refused_by_name(mode: str) -> None:
-    with pytest.raises(PolicyError, match=mode):
-        scope(policy(), EMPTY, {mode: True})
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"cpp_wrapper": True}, {"fx_wrapper": True}, {"freezing": True}, {"fallback_by_default": True},
+        {"use_post_grad_passes": False}, {"disabled_passes": "some,Post_Grad_Custom_Post_Pass"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_modes_refused_by_name(mode: dict[str, Any]) -> None:
+    for options, setting in ((mode, {}), ({}, mode)):
+        with torch._inductor.config.patch(setting), pytest.raises(PolicyError) as caught:
+            scope(policy(), EMPTY, options)
+        assert [next(iter(mode)) in fault for fault in caught.value.faults] == [True]
+
+
+def test_a_backward_lowered_after_a_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be saved under the identity of the policy as it was built."""
+    made = OperatorPolicy("p", "1", "cuda", decompositions={aten.gelu.default: scaled})
+    last = scope(made, EMPTY, {})["patches"]["post_grad_custom_post_pass"]
+    last(fx.Graph())
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    with pytest.raises(PolicyError, match="changed after the policy was built"):
+        last(fx.Graph())
 
 
 def test_other_compile_modes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +157,51 @@ def test_nodes_and_decompositions_by_device() -> None:
         restored()
 
 
+def gives_three(x: Any) -> Any:
+    return 3
+
+
+def gives_integers(x: Any) -> Any:
+    return lowering.to_dtype(x, torch.int32)
+
+
+def gives_a_row(x: Any) -> Any:
+    return lowering.expand(x, [2, 4])
+
+
+def gives_two(x: Any) -> Any:
+    return x, x
+
+
+def gives_itself(x: Any) -> Any:
+    return lowering.clone(x)
+
+
+def test_a_lowering_that_gives_something_else_is_refused_by_name() -> None:
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    with FakeTensorMode() as mode:
+        value = torch.empty(4, device="cuda")
+        for function, said in (
+            (gives_three, "found a int"), (gives_integers, "expected torch.float32, found torch.int32"),
+            (gives_a_row, "expected size [4], found [2, 4]"), (gives_two, "found a tuple"), (gives_itself, ""),
+        ):  # fmt: skip
+            graph = fx.Graph()
+            one = graph.placeholder("x")
+            node = graph.call_function(aten.sin.default, (one,))
+            graph.output((node,))
+            one.meta["val"] = node.meta["val"] = value
+            retarget(graph, OperatorPolicy("p", "1", "cuda", lowerings={aten.sin.default: function}))
+            lowered = GraphLowering(fx.GraphModule(torch.nn.Module(), graph))
+            with V.set_graph_handler(lowered), V.set_fake_mode(mode):
+                if said:
+                    with pytest.raises(Exception, match=rf"p.aten.sin.default: the lowering (.|\n)*{re.escape(said)}"):
+                        lowered.run(value)
+                else:
+                    lowered.run(value)
+
+
 def test_registration_is_undone() -> None:
     stock, made = torch_names.current_compile_fx(), policy(collectives={})
     with pytest.raises(PolicyError, match="own device 'cuda'"):
@@ -144,6 +217,33 @@ def test_registration_is_undone() -> None:
             register_policy("cuda", made)
     registration.close()
     assert torch_names.current_compile_fx() is stock and registered_policy("cuda") is None
+
+
+def test_a_function_around_ours_does_not_keep_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tool may wrap ``compile_fx`` while a policy is registered; closing must reach the policy all the same."""
+    calls: list[dict[str, Any]] = []
+
+    def stock(
+        gm: Any, inputs: Any, inner_compile: Any = None, config_patches: Any = None, decompositions: Any = None
+    ) -> None:
+        calls.append(config_patches)
+
+    before = torch_names.current_compile_fx()
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", stock)
+    first, second = register_policy("cuda", policy()), register_policy("xpu", OperatorPolicy("q", "1", "xpu"))
+    ours = torch_names.current_compile_fx()
+    torch_names.set_compile_fx(functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs)))
+    with FakeTensorMode():
+        inputs = [torch.empty(1, device="cuda")]
+    for registration in (first, second):
+        torch_names.current_compile_fx()(EMPTY, inputs)
+        registration.close()
+    torch_names.current_compile_fx()(EMPTY, inputs)
+    assert [bool(patches) for patches in calls] == [True, False, False]
+    with register_policy("cuda", policy()):
+        assert registered_policy("cuda") == policy()
+    monkeypatch.undo()
+    assert torch_names.current_compile_fx() is before
 
 
 def gather_and_product(device: str, role: str) -> fx.GraphModule:

@@ -59,7 +59,8 @@ def test_install_of_a_module_below_an_installed_one(name: str) -> None:
 
 
 def test_install_above_an_installed_module() -> None:
-    model = sharded()
+    model = Model()
+    fully_shard(model.blocks[1], mesh=init_device_mesh("cpu", (4,)))
     fsdp_hooks.install(model.blocks[1])
     before = snapshot(model)
     with pytest.raises(InstallError, match="^its sub-module 'blocks.1' is installed already"):

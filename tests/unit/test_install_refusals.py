@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
@@ -212,10 +213,9 @@ def test_every_setter_of_fsdp2_is_followed_refused_or_a_hint() -> None:
 def test_a_change_after_install_is_refused(method: str, accepted: bool | None) -> None:
     model = fsdp_hooks.install(sharded())
     block = model.blocks[1]
-    name = type(block).__name__
     refused = [(), (None,), (object(),)] if accepted is None else [(not accepted,), (object(),), ()]
     for args in refused:
-        with pytest.raises(UnsupportedOption, match=f"^{name}.{method}: .*fsdp_hooks.uninstall"):
+        with pytest.raises(UnsupportedOption, match=f"^module 'blocks.1': .* {method} on .*fsdp_hooks.uninstall"):
             getattr(block, method)(*args)
 
 
@@ -237,3 +237,22 @@ def test_setters_work_again_after_uninstall() -> None:
     model.set_requires_gradient_sync(False)
     (group,) = compat.groups_of(compat.state_of(model, ""), "")
     assert group.reduce_grads is False
+
+
+@pytest.mark.parametrize("kind", ["register_forward_pre_hook", "register_forward_hook"])
+def test_a_hook_between_the_casts_of_mixed_precision_is_named(kind: str) -> None:
+    """Eager FSDP2 casts around it, a captured module inside it: it sees other dtypes."""
+
+    def model(policy: MixedPrecisionPolicy) -> nn.Module:
+        made = Model()
+        getattr(made.blocks[1], kind)(lambda *args: None)
+        mesh = init_device_mesh("cpu", (4,))
+        fully_shard(made.blocks[1], mesh=mesh, mp_policy=policy)
+        return fully_shard(made, mesh=mesh)
+
+    both = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    with pytest.warns(UserWarning, match="module 'blocks.1': has a forward hook that eager FSDP2 runs between the cas"):
+        fsdp_hooks.install(model(both))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fsdp_hooks.install(model(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)))

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import collective_identity as ci
 import fsdp_hooks
@@ -110,3 +112,39 @@ def test_a_compiled_step_reads_a_closed_over_tensor_as_it_is_now(fused: bool) ->
     weight.fill_(3.0)
     with ci.enable():
         assert step(torch.ones(2, 8)).item() == 3.0
+
+
+def halve_kept(params: list[torch.Tensor]) -> None:
+    for param in params:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+
+def replace_kept(params: list[torch.Tensor]) -> None:
+    for param in params:
+        assert param.grad is not None
+        param.grad = param.grad * 0.5
+
+
+@pytest.mark.parametrize("change", [halve_kept, replace_kept])
+@pytest.mark.parametrize("kept", [False, True], ids=["of the model", "kept"])
+def test_before_step_may_reach_gradients_through_parameters_that_it_kept(kept: bool, change: Any) -> None:
+    """An optimizer's groups, or a list from before: their gradients are those of the step, as in eager training."""
+    moved = []
+    for before in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        params = list(model.parameters())
+
+        def before_step(found: nn.Module, params: list[torch.Tensor] = params) -> None:
+            change(params if kept else list(found.parameters()))
+
+        step = fsdp_hooks.trace_train_step(
+            model, loss_fn, (torch.ones(2, 8),), optimizer=optimizer, before_step=before_step if before else None
+        )
+        was = local(params[0]).clone()
+        step(torch.ones(2, 8))
+        moved.append(local(params[0]) - was)
+        assert params[0].grad is None
+    assert moved[0].any() and torch.allclose(moved[0], 2 * moved[1], atol=1e-6)
