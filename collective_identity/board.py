@@ -17,7 +17,7 @@ failed. So what an earlier start or session left is not read.
   order/{group}/{rank}/{n}         kind and tag of the n-th graph that runs on this group on that rank
   cached/{rank}/{tag}/{n}          that rank took this graph, backward included, from its compile cache
   done/{rank}/{kind}/{tag}/{n}     that rank has its verdict
-  raised/{rank}                    that rank found a difference
+  raised/{rank}                    that rank found a difference, or read of one
   difference                       the first difference that any rank found
   at/{rank}                        where that rank stands (`standing.Standing.look`), overwritten
   operations/{rank}                torch's own record of its newest collectives, when it last came to stand still

@@ -5,9 +5,11 @@ Exit codes: 0 fine; 1 something was found (`check`, `diff`, `debugify`, `doctor`
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from importlib import metadata, util
 from pathlib import Path
@@ -106,8 +108,18 @@ def unsupported() -> list[str]:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. What the terminal's encoding has no sign for is shown escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except SystemExit as end:
+        if sys.argv[1:2] != ["watch"] or not isinstance(end.code, int):
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A thread may be left inside a store that does not answer, and taking torch down costs a third of its start.
+        os._exit(end.code)
 
 
 def _look(name: str, test: Callable[[], bool]) -> tuple[str, bool, str]:

@@ -11,6 +11,7 @@ import json
 import sys
 import zlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
 
@@ -18,6 +19,7 @@ from .digest import CollectiveRow
 from .reporting.records import EventRecord
 
 _UNKNOWN: Final = -1
+_CHUNK: Final = 256  # events that are compressed together
 _COMMON: Final = (
     "transport",
     "form",
@@ -151,54 +153,65 @@ class PackedRows(Sequence[CollectiveRow]):
 
 
 class PackedEvents:
-    """Events as columns, each with the number of other records that came before it: 28 bytes an event."""
+    """Events: what many have in common as a number, the rest (node, parameters, stack, detail) compressed, `_CHUNK`
+    at a time. The newest, up to as many, are kept as they are."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
-        self._before, self._graph, self._node = array("I"), array("i"), array("i")
-        self._what, self._params, self._stack, self._detail = array("i"), array("i"), array("i"), array("i")
+        self._what = array("i")
+        self._steps, self._before = array("I"), array("I")  # from this event on: so many other records before it
+        self._chunks: list[bytes] = []
+        self._newest: list[tuple[Any, ...]] = []
+        self._unpacked: tuple[int, list[Any]] = (-1, [])  # the chunk that was read last
 
     def add(self, event: EventRecord, before: int) -> None:
-        """Append one event."""
-        texts, graph = self._texts, _UNKNOWN if event.graph is None else event.graph
-        what = (event.code, event.slug, event.severity, event.text, event.remedy, event.role, event.pass_name)
-        self._before.append(before)
-        self._graph.append(graph)
-        self._node.append(texts.of_graph(graph, event.node))
-        self._what.append(texts.number(what))
-        self._params.append(texts.number(event.params))
-        self._stack.append(texts.number(event.stack))
-        self._detail.append(texts.of_graph(graph, event.detail))
+        """Append one event, with the number of other records that came before it."""
+        if not self._before or self._before[-1] != before:
+            self._steps.append(len(self._what))
+            self._before.append(before)
+        common = (event.code, event.slug, event.severity, event.text, event.remedy, event.role, event.pass_name)
+        self._what.append(self._texts.number((*common, event.graph)))
+        self._newest.append((event.node, event.params, event.stack, event.detail))
+        if len(self._newest) == _CHUNK:
+            self._chunks.append(zlib.compress(json.dumps(self._newest).encode(), 1))
+            self._newest = []
 
     def __len__(self) -> int:
-        return len(self._before)
+        return len(self._what)
 
     def before(self, place: int) -> int:
         """How many other records came before the event at this place."""
-        return self._before[place]
+        return self._before[bisect_right(self._steps, place) - 1]
 
     def __getitem__(self, place: int) -> EventRecord:
-        texts, graph = self._texts, self._graph[place]
-        code, slug, severity, text, remedy, role, pass_name = texts[self._what[place]]
+        code, slug, severity, text, remedy, role, pass_name, graph = self._texts[self._what[place]]
+        node, params, stack, detail = self._own(*divmod(place, _CHUNK))
         return EventRecord(
-            graph=None if graph == _UNKNOWN else graph,
+            graph=graph,
             code=code,
             slug=slug,
             severity=severity,
             text=text,
             remedy=remedy,
-            node=texts[self._node[place]],
+            node=node,
             role=role,
             pass_name=pass_name,
-            detail=texts[self._detail[place]],
-            params=texts[self._params[place]],
-            stack=texts[self._stack[place]],
+            detail=detail,
+            params=None if params is None else tuple(params),
+            stack=stack,
         )
 
+    def _own(self, chunk: int, place: int) -> Sequence[Any]:
+        if chunk == len(self._chunks):
+            return self._newest[place]
+        if self._unpacked[0] != chunk:
+            self._unpacked = chunk, json.loads(zlib.decompress(self._chunks[chunk]))
+        return self._unpacked[1][place]  # type: ignore[no-any-return]
+
     def nbytes(self) -> int:
-        """Bytes of the columns, without the texts they number."""
-        columns = (self._before, self._graph, self._node, self._what, self._params, self._stack, self._detail)
-        return sum(map(sys.getsizeof, columns))
+        """Bytes of all that is kept of the events themselves; the newest count as they would compressed."""
+        columns = sum(map(sys.getsizeof, (self._what, self._steps, self._before, self._chunks, *self._chunks)))
+        return columns + len(zlib.compress(json.dumps(self._newest).encode(), 1))
 
 
 class PackedMapping(Mapping[str, Any]):

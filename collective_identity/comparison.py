@@ -28,6 +28,8 @@ rank's own."""
 WHOLE = "*"
 """Key of the digest over all rows; no process group has this name."""
 
+_LABELS = ("role", "source", "params", "param_group")
+
 _UNEVEN = ("all_to_all", "point_to_point")  # transports whose sizes may differ between ranks
 
 
@@ -90,25 +92,37 @@ groups they run on. "missing_collective": equal but for collectives that one ran
 or an option, is another: one rank compiled a graph more, or not the one its peers compiled."""
 
 
-def fault_of(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], field: str) -> str:
-    """Which of `FAULTS` two tables that first differ in `field` show."""
+def fault_of(
+    mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], field: str, *, same_graph: bool = True
+) -> str:
+    """Which of `FAULTS` two tables that first differ in `field` show. With another captured graph on either side, a
+    table that holds less than half of the other is another graph's, not one that lacks collectives."""
     ours, other = _texts(mine), _texts(theirs)
-    if _texts(mine, "group") == _texts(theirs, "group"):
+    if field == "group" and _texts(mine, "group") == _texts(theirs, "group"):
         return "swapped_groups"
     if sorted(ours) == sorted(other):
         return "other_order"
     if len(ours) == len(other):
         named = {"role": "other_role", "reduce_op": "other_reduce_op", "transport": "other_graph"}
         return named.get(field, "other_field")
-    short, long = sorted((ours, other), key=len)
+    short, long = sorted((_texts(mine, ""), _texts(theirs, "")), key=len)
     rest = iter(long)
     if all(row in rest for row in short):  # a subsequence: each is found after the one before it
-        return "missing_collective"
+        return "missing_collective" if same_graph or 2 * len(short) >= len(long) else "other_graph"
     return {"role": "other_role", "reduce_op": "other_reduce_op"}.get(field, "other_graph")
 
 
-def _texts(rows: Sequence[dict[str, Any]], without: str = "") -> list[str]:
-    return [json.dumps({k: v for k, v in row.items() if k != without}, sort_keys=True) for row in rows]
+def _texts(rows: Sequence[dict[str, Any]], without: str | None = None) -> list[str]:
+    """The rows as texts; without a field also without what structure inferred, which hangs on the rows around."""
+    left_out = set() if without is None else {without}
+    inferred = left_out if without is None else {*left_out, *_LABELS}
+    return [
+        json.dumps(
+            {k: v for k, v in row.items() if k not in (left_out if row.get("source") == "explicit" else inferred)},
+            sort_keys=True,
+        )
+        for row in rows
+    ]
 
 
 def first_difference(

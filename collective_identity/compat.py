@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -270,6 +271,18 @@ def recent_operations(keep: int = 32) -> dict[str, list[list[Any]]]:
         except Exception:  # another format, or no recorder: the counters remain
             continue
     return {group: operations[-keep:] for group, operations in found.items()}
+
+
+def compiling() -> bool:
+    """Whether a thread of this process is in ``torch.compile`` (PyTorch 2.11-2.15 ``_dynamo/convert_frame.py``)."""
+    for running in sys._current_frames().values():
+        frame: FrameType | None = running
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py"):
+                return True
+            frame = frame.f_back
+    return False
 
 
 def group_ranks(name: str) -> tuple[int, ...] | None:

@@ -167,6 +167,7 @@ class Exchange:
             elsewhere = board.get("difference")  # before the look: a difference with this rank is found in its words
             pending = [peer for peer in pending if not self._look(board, peer, deadline)]
             if elsewhere is not None:  # those two stop, so this rank's next collective would never end
+                board.set(f"raised/{self.rank}", 1)
                 raise RanksDisagree(**elsewhere, relayed_to=self.rank)
             left = deadline - time.monotonic()
             if not pending or left <= 0:
@@ -193,7 +194,8 @@ class Exchange:
                     other = board.get(self._key("record", peer, tag))
                     found = None if other is None or not self.rows else board.rows(other["digests"][WHOLE])
                     if other is not None and found:
-                        self._compare(board, peer, self._shared(peer, other["digests"]), found, deadline)
+                        shared = self._shared(peer, other["digests"])
+                        self._compare(board, peer, shared, found, deadline, same_graph=False)
                 for field, mine, theirs in (
                     ("kind", self.kind, kind),
                     ("tag (captured graph and options)", self.tag, tag),
@@ -213,7 +215,14 @@ class Exchange:
         return self.digests.get(what) != theirs.get(what)
 
     def _compare(
-        self, board: Board, peer: int, shared: Sequence[str], rows: Sequence[dict[str, Any]], deadline: float
+        self,
+        board: Board,
+        peer: int,
+        shared: Sequence[str],
+        rows: Sequence[dict[str, Any]],
+        deadline: float,
+        *,
+        same_graph: bool = True,
     ) -> None:
         ours = [row for row in self.rows if row.group in shared]
         theirs = [row for row in rows if row.get("group") in shared]
@@ -225,7 +234,7 @@ class Exchange:
         self._differ(
             board,
             deadline,
-            fault_of([comparable(row) for row in ours], theirs, field),
+            fault_of([comparable(row) for row in ours], theirs, field, same_graph=same_graph),
             peer,
             mine.group if mine is not None else b["group"],
             field,

@@ -55,7 +55,8 @@ GraphKind = Literal["joint", "forward", "backward", "inference"]
 class Ledger:
     """The records of one session. Opened and closed by the session.
 
-    The rank is read when the first record is written, since a session may open before the process group.
+    The rank is read when the first record is written, since a session may open before the process group. `session`
+    is then written down too: the number of this session in its process, from 1.
     """
 
     def __init__(self, *, mode: str, run_dir: str | None, agreement_timeout: float, watch: bool = True) -> None:
@@ -64,6 +65,7 @@ class Ledger:
         self.service = Service(self.agreement_state, run_dir=run_dir) if watch else None
         self._mode = mode
         self.run_dir = run_dir
+        self.session: int | None = None
         self._lock = threading.RLock()
         self._records = Storage()
         self._graphs = 0
@@ -183,6 +185,7 @@ class Ledger:
                 started=time.time(),
                 torch=str(torch.__version__),
                 package=__version__,
+                session=self.session,
             )
         )
 

@@ -127,8 +127,11 @@ class Service:
     def _say_where(self, address: str) -> None:
         logger.info("to see where this job stands: collective-identity watch %s", address)
         if self._run_dir is not None:
+            whole = Path(self._run_dir, STORE_FILE)
+            part = whole.with_suffix(f".{os.getpid()}")
             try:
-                Path(self._run_dir, STORE_FILE).write_text(json.dumps({"store": address}) + "\n")
+                part.write_text(json.dumps({"store": address}) + "\n")
+                part.replace(whole)  # whole or not at all
             except OSError as error:
                 logger.warning("%s: %s not written: %s", self._run_dir, STORE_FILE, error)
 
@@ -162,9 +165,12 @@ class _Beats:
         self._said_still = still >= _STILL
         self._sent = now
         self._beat += 1
+        compiling = self._said_still and not look["doing"] and compat.compiling()
         record = {
             **look,
+            "doing": ["compiles, in torch.compile"] if compiling else look["doing"],
             "beat": self._beat,
+            "time": round(time.time(), 3),
             "every": self._every,
             "still": round(still, 1),
             "ended": ended,

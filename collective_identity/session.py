@@ -192,6 +192,7 @@ class _Holder:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.session: Session | None = None
+        self.ended = 0
 
     def open(self, session: Session) -> None:
         with self.lock:
@@ -202,6 +203,7 @@ class _Holder:
                     f"handle first, or use `with enable(...)`"
                 )
             self.session = session
+            session.ledger.session = self.ended + 1
             if replaced is not None:
                 session.ledger.take_over(replaced.ledger)
 
@@ -217,6 +219,7 @@ class _Holder:
                     f"enable(run_dir=...)"
                 )
             self.session = opened = Session(run_dir=run_dir, opened_at=caller, implicit=True)
+            opened.ledger.session = self.ended + 1
             if open_now is not None:
                 opened.ledger.take_over(open_now.ledger)
             return opened
@@ -225,6 +228,7 @@ class _Holder:
         with self.lock:
             if self.session is session:
                 self.session = None
+                self.ended += 1
 
 
 _HOLDER = _Holder()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .board import spell, unspell
 
-Kind = Literal["skipped", "other_operation", "behind", "unfinished"]
+Kind = Literal["silent", "skipped", "other_operation", "behind", "unfinished"]
 
-_URGENCY: dict[str, int] = {"skipped": 0, "other_operation": 1, "behind": 2, "unfinished": 3}
+_URGENCY: dict[str, int] = {"silent": 0, "skipped": 1, "other_operation": 2, "behind": 3, "unfinished": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,21 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One rank: what `Standing.look` said, its graphs by number, its newest operations by group, and whether it has
-    stopped giving signs of life."""
+    """One rank: what `Standing.look` said, its graphs by number, its newest operations by group, whether it has
+    stopped giving signs of life, and by how many seconds its last one is older than the newest of any rank, where
+    that is more than it should be and no clocks that are apart are ruled out yet."""
 
     rank: int
     record: Mapping[str, Any]
     graphs: Mapping[int, Graph]
     operations: Mapping[str, Sequence[Sequence[Any]]]
     silent: bool = False
+    old: float = 0.0
+
+    @property
+    def compiles(self) -> bool:
+        """In a compile, and not in a graph."""
+        return not self.gone and any(what.startswith("compiles") for what in self.record["doing"])
 
     @property
     def gone(self) -> bool:
@@ -55,7 +62,9 @@ class Seen:
             place = f"is in {_named(graph)}, call {opened[-1]['call']}"
         frames = self.record["frames"]
         text = "; called by ".join([f"{place}; {frames[0]}", *frames[1:]]) if frames else place
-        return f"{text} (no sign of life since)" if self.silent else text
+        if self.silent:
+            return f"{text} (no sign of life since)"
+        return f"{text} (its last sign of life is {self.old:.0f} s older than another rank's)" if self.old else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +112,30 @@ class Finding:
             return f"{who} issued another operation than the others on {on}, {self.collective}: {self.detail}"
         if self.kind == "unfinished":
             return f"all of {on} have issued {self.collective}, and it does not end"
-        return f"{who} not issued what {_said(self.waiting, 'waits', 'wait')} for on {on}: {self.collective}"
+        waits = _said(self.waiting, "waits", "wait")
+        if self.kind == "silent":
+            return f"{_said(self.ranks, 'gives', 'give')} no sign of life, and {waits} on {on}: {self.collective}"
+        text = f"{who} not issued what {waits} for on {on}: {self.collective}"
+        return f"{text}; {self.detail}" if self.detail else text
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`stands`: no rank that lives has moved for `still` seconds, at least as long as was asked for. `unheard`
-    ranks never said anything; `findings` begin with the cause, as far as it can be told."""
+    """`stands`: no rank that lives (none at all, where no rank has a sign of life) has moved for `still` seconds, at
+    least as long as was asked for, and not only because some are `compiling`. `unheard` ranks never said anything;
+    `findings` begin with the cause, as far as it can be told."""
 
     stands: bool
     still: float
     findings: tuple[Finding, ...]
     unheard: tuple[int, ...]
+    compiling: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         found = [{**asdict(f), "text": str(f)} for f in self.findings]
-        return {"stands": self.stands, "still": self.still, "findings": found, "unheard": list(self.unheard)}
+        lists = {"unheard": list(self.unheard), "compiling": list(self.compiling)}
+        return {"stands": self.stands, "still": self.still, "findings": found, **lists}
 
 
 def judge(seen: Sequence[Seen], ranks: int, stall: float) -> Verdict:
@@ -133,12 +149,25 @@ def judge(seen: Sequence[Seen], ranks: int, stall: float) -> Verdict:
     alive = [one for one in seen if not one.gone]
     unheard = tuple(sorted(set(range(ranks)) - {one.rank for one in seen}))
     still = min((float(one.record["still"]) for one in alive), default=0.0)
-    if not alive or still < stall:
+    if (alive and still < stall) or all(one.record["ended"] for one in seen):
         return Verdict(False, still, (), unheard)
     found = [finding for members in _by_group(seen).items() for finding in _on_group(*members)]
-    waiting = {rank for f in found if f.kind == "behind" for rank in f.waiting}
-    found.sort(key=lambda f: (_URGENCY[f.kind], set(f.ranks) <= waiting, f.group))
-    return Verdict(True, still, tuple(found), unheard)
+    found = [replace(f, detail=_cycle(f, found)) if f.kind == "behind" else f for f in found]
+    waiting = {rank for f in found if f.kind in ("silent", "behind") for rank in f.waiting}
+    found.sort(key=lambda f: (_URGENCY[f.kind], set(f.ranks) <= waiting, len(f.ranks), f.group))
+    compiling = tuple(one.rank for one in alive if one.compiles)
+    excused = {*compiling, *waiting}  # when the compile ends, these may go on
+    stands = not compiling or any(f.kind != "unfinished" and not excused.issuperset(f.ranks) for f in found)
+    return Verdict(stands, still, tuple(found), unheard, compiling)
+
+
+def _cycle(one: Finding, found: Sequence[Finding]) -> str:
+    """Whether who is waited for here waits, on another group, for those that wait here."""
+    for other in found:
+        if other.kind == "behind" and set(one.ranks) <= set(other.waiting) and set(one.waiting) & set(other.ranks):
+            waits, whom = _said(one.ranks, "waits", "wait"), _said(other.ranks, "", "").strip()
+            return f"they wait for each other: {waits} for {whom} on group {other.group!r}"
+    return ""
 
 
 def _by_group(seen: Sequence[Seen]) -> dict[tuple[str, str], list[Seen]]:
@@ -162,11 +191,17 @@ def _on_group(key: tuple[str, str], members: Sequence[Seen]) -> Iterator[Finding
     elif low < high:
         behind = tuple(rank for rank, count in counts.items() if count == low)
         ahead = tuple(rank for rank, count in counts.items() if count > low)
-        told = max((_locate(one, group, low + 1) for one in members if one.rank in ahead), key=_telling)
-        yield Finding("behind", group, spelled, behind, ahead, told)
-    elif high and any(_in_it(one, group, high) for one in members):
+        first = low + 1
+        silent = all(one.silent for one in members if one.rank in behind)
+        if silent:  # what it last said of itself may be old: it issued at least what another has got past
+            first = max(_first_open(one, group, first) for one in members if one.rank in ahead)
+        told = max((_locate(one, group, first) for one in members if one.rank in ahead), key=_telling)
+        yield Finding("silent" if silent else "behind", group, spelled, behind, ahead, told)
+    elif high and any(_in_it(one, group, high) for one in members if not one.silent):
         told = max((_locate(one, group, high) for one in members), key=_telling)
-        yield Finding("unfinished", group, spelled, tuple(counts), tuple(counts), told)
+        quiet = tuple(one.rank for one in members if one.silent)
+        waiting = tuple(rank for rank in counts if rank not in quiet)
+        yield Finding("silent" if quiet else "unfinished", group, spelled, quiet or waiting, waiting, told)
 
 
 def _skipped(group: str, spelled: str, members: Sequence[Seen]) -> Iterator[Finding]:
@@ -237,6 +272,16 @@ def _in_it(one: Seen, group: str, number: int) -> bool:
     if number in recorded:
         return not recorded[number]
     return any(call["out"] is None and number > call["at"].get(group, number) for call in one.record["calls"])
+
+
+def _first_open(one: Seen, group: str, number: int) -> int:
+    """The first collective from `number` on that the rank may still wait for: not one that has ended, nor one from
+    before the graph that it is in."""
+    recorded = {n: ended for n, _, ended in one.operations.get(group, ())}
+    entered = max((call["at"].get(group, 0) for call in one.record["calls"] if call["out"] is None), default=0)
+    while number < one.record["groups"][group][0] and recorded.get(number, number <= entered):
+        number += 1
+    return number
 
 
 def _telling(collective: Collective) -> tuple[bool, bool]:

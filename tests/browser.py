@@ -1,8 +1,8 @@
 """`python -m tests.browser [--collectives 100000] [--screenshot FILE]`: the report's page in headless Chromium.
 
 Needs `chromium` (or `google-chrome`) on the path; not part of the test command. Opens the page of a large run, types
-into its search box, scrolls, picks a role, clicks a row, and prints seconds and what the page then showed as JSON.
-Exit code 0 when all is as it should be.
+into its search box, scrolls, picks a role, clicks a row, searches a page without graphs, and prints seconds and what
+the page then showed as JSON. Exit code 0 when all is as it should be.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from collective_identity.ledger import Ledger
 from collective_identity.reporting import build_report, read_run
 from collective_identity.reporting.page import page
 from tests.large_run import write
@@ -54,6 +55,21 @@ _PROBE = """
 </body>"""
 
 
+_EMPTY = """
+<pre id="probe"></pre>
+<script>
+(() => {
+  document.getElementById("search").value = "weight";
+  window.onerror = (text) => { document.getElementById("probe").textContent = JSON.stringify({ no_graph: text }); };
+  document.getElementById("stage").dispatchEvent(new Event("change"));
+  const shown = document.getElementById("shown").textContent;
+  if (!document.getElementById("probe").textContent)
+    document.getElementById("probe").textContent = JSON.stringify({ no_graph: shown });
+})();
+</script>
+</body>"""
+
+
 def main() -> int:
     """Run the check."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,12 +85,17 @@ def main() -> int:
         text = page(build_report(read_run(folder / "run")), title="a large run")
         (folder / "page.html").write_text(text.replace("</body>", _PROBE))
         found = _open(browser, folder, f"file://{folder}/page.html")
+        Ledger(mode="optimize", run_dir=str(folder / "none"), agreement_timeout=0.0).close()
+        empty = page(build_report(read_run(folder / "none")), title="a run without a graph")
+        (folder / "empty.html").write_text(empty.replace("</body>", _EMPTY))
+        found |= _open(browser, folder, f"file://{folder}/empty.html")
         if options.screenshot is not None:
             plain = folder / "plain.html"
             plain.write_text(text)
             _run(browser, folder, f"--screenshot={options.screenshot.absolute()}", f"file://{plain}")
     third = options.collectives // 3
     expected = {
+        "no_graph": "0 of 0",
         "all": f"{third:,} of {third:,}",
         "weight_3": f"{(third - 3 + 7) // 8:,} of {third:,}",
         "layer_17": f"8 of {third:,}",

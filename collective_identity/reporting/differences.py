@@ -46,9 +46,10 @@ def run_difference(a: Report, b: Report) -> dict[str, Any]:
     first, second = a.ranks[0], b.ranks[0]
     difference = _ranks(first, second)
     coverage = _coverage(first, second)
+    ours, theirs = ((*of.run_failures, *rank.failures) for of, rank in ((a, first), (b, second)))
     failures = {
-        "only_a": [text for text in first.failures if text not in second.failures],
-        "only_b": [text for text in second.failures if text not in first.failures],
+        "only_a": [text for text in ours if text not in theirs],
+        "only_b": [text for text in theirs if text not in ours],
     }
     same = not (difference["graphs"] or difference["codes"] or coverage or failures["only_a"] or failures["only_b"])
     return {"same": same, "coverage": coverage, **difference, "failures": failures}

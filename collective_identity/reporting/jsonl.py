@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..compat import collector_paused
-from .records import BadRecord, Record, RunRecord, from_json, to_json
+from .records import GraphRecord, Record, RunRecord, from_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,15 @@ class RunFolderError(ValueError):
 class RankLog:
     """The last section of one rank's file.
 
-    `sections` is how many the file holds, `damaged` says which lines were skipped and why.
+    `sections` is how many the file holds, `damaged` says which lines were skipped and why, `written` when the
+    file was last written, in seconds since the epoch.
     """
 
     rank: int
     records: tuple[Record, ...]
     sections: int = 1
     damaged: tuple[str, ...] = ()
+    written: float | None = None
 
 
 def rank_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
@@ -106,38 +108,56 @@ def rank_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def read_rank(path: Path, rank: int) -> RankLog:
-    """The last section of one file; lines that cannot be read are skipped and listed in `damaged`."""
+    """The last section of one file; lines that cannot be read are skipped and listed in `damaged`.
+
+    A file without a readable line has no records. Characters that no text can hold (half a surrogate pair, as in
+    the name of a file that is not UTF-8) become question marks.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
+        written = path.stat().st_mtime
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be read: {error}") from error
+        return RankLog(rank, (), 0, (f"{path}: cannot be read: {error}",))
     records: list[Record] = []
     damaged: list[str] = []
     sections = 0
+    graph, doubt = -1, False
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
             with collector_paused():
-                record = from_json(json.loads(line))
-        except (BadRecord, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+                record = from_json(_json(line))
+        except (ValueError, RecursionError) as error:  # BadRecord, bytes that are no UTF-8, text that is no JSON
             what = "cut off" if number == len(lines) else "unreadable"
             damaged.append(f"line {number} is {what} and skipped: {error}")
+            doubt = True
             continue
-        if isinstance(record, RunRecord):
+        if isinstance(record, RunRecord) or (doubt and isinstance(record, GraphRecord) and record.graph <= graph):
             sections += 1
-            records = []
+            records, graph, doubt = [], -1, False
+        if isinstance(record, GraphRecord):
+            graph = record.graph
         records.append(record)
     if not records:
-        raise RunFolderError(
-            f"{path}: no readable line" + (f"; first fault: {damaged[0]}" if damaged else " in it")
-        )
-    return RankLog(rank, tuple(records), max(sections, 1), tuple(damaged))
+        damaged = [f"{path}: no readable line" + (f"; first fault: {damaged[0]}" if damaged else " in it")]
+    return RankLog(rank, tuple(records), max(sections, 1), tuple(damaged), written)
+
+
+def _json(line: bytes) -> object:
+    value = json.loads(line)
+    if b"\\ud" in line.lower():
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> tuple[RankLog, ...]:
-    """Every rank's last section, in rank order; `RunFolderError` when the folder holds none."""
-    return tuple(read_rank(path, rank) for rank, path in rank_files(run_dir).items())
+    """Every rank's last section, in rank order, without records where a file holds none; `RunFolderError` when
+    the folder holds no record at all."""
+    logs = tuple(read_rank(path, rank) for rank, path in rank_files(run_dir).items())
+    if not any(log.records for log in logs):
+        raise RunFolderError(logs[0].damaged[0])
+    return logs
 
 
 def write_run(run_dir: str | os.PathLike[str], rank: int, records: Iterable[Record]) -> Path:

@@ -7,8 +7,8 @@
   const OTHERS = ["#0d9488", "#b8860b", "#c0267e", "#4d7c0f", "#0369a1", "#9f1239"];
   const roleOf = (kind) => data.kinds[kind].role || "(" + data.kinds[kind].transport + ")";
   const roles = [...new Set(data.kinds.map((k, i) => roleOf(i)))].sort();
-  const colours = {};
-  roles.forEach((role, i) => { colours[role] = NAMES[role] || (role[0] === "(" ? "#9aa3b2" : OTHERS[i % OTHERS.length]); });
+  const colours = Object.create(null);  // a role may be called __proto__
+  roles.forEach((role, i) => { colours[role] = (Object.hasOwn(NAMES, role) && NAMES[role]) || (role[0] === "(" ? "#9aa3b2" : OTHERS[i % OTHERS.length]); });
   const text = (n) => (n < 0 ? "" : data.texts[n]);
   const bytes = (n) => {
     if (n === null) return "?";
@@ -30,8 +30,8 @@
     if (!searchable.has(table)) {
       const kinds = data.kinds.map((k) => Object.values(k).filter((v) => v !== null).join(" ").toLowerCase());
       const lower = data.texts.map((t) => t.toLowerCase());
-      const told = {};
-      for (const [node, code] of graph.events) told[node] = (told[node] || "") + " " + code.toLowerCase();
+      const told = Object.create(null);
+      for (const [node, code] of graph ? graph.events : []) told[node] = (told[node] || "") + " " + code.toLowerCase();
       searchable.set(table, Array.from(table.node, (node, i) => [
         lower[node], kinds[table.kind[i]], text(table.unit[i]).toLowerCase(), text(table.lost[i]).toLowerCase(),
         ...(table.params[i] || []).map((p) => lower[p]), told[text(node)] || ""].join(" ")));
@@ -108,7 +108,7 @@
         continue;
       }
       for (let x = 0; x < width; x++) {  // several a pixel: stacked by share
-        const parts = {}; let all = 0;
+        const parts = Object.create(null); let all = 0;
         for (let i = Math.floor((x * count) / width); i < Math.floor(((x + 1) * count) / width); i++) { const r = roleOf(table.kind[i]); parts[r] = (parts[r] || 0) + 1; all++; }
         let y = top + 52;
         for (const role of roles) if (parts[role]) { const tall = (52 * parts[role]) / all; y -= tall; pen.fillStyle = colours[role]; pen.fillRect(x, y, 1, tall); }

@@ -39,7 +39,10 @@ def page(report: Report, *, title: str) -> str:
     data = json.dumps(_data(report), separators=(",", ":"))
     safe = data.replace("&", "\\u0026").replace("<", "\\u003c")  # no text of the run may end the script element
     return environment.get_template(_TEMPLATE).render(
-        title=title, report=report.to_dict(), differences=rank_differences(report), data=safe
+        title=title.encode("utf-8", "backslashreplace").decode(),
+        report=report.to_dict(),
+        differences=rank_differences(report),
+        data=safe,
     )
 
 

@@ -50,7 +50,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Opens a section of the file: one session of one process. Times in seconds since the epoch."""
+    """Opens a section of the file: one session of one process, its `session`-th. Times in seconds since the epoch."""
 
     rank: int
     ranks: int
@@ -62,6 +62,7 @@ class RunRecord:
     started: float
     torch: str
     package: str
+    session: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,8 @@ def from_json(raw: object) -> Record:
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadRecord(f"expected a kind out of {', '.join(KINDS)}, found {kind!r}")
     record: Record = _build(KINDS[kind], raw, kind)
+    if isinstance(record, RunRecord) and record.ranks < 1:
+        raise BadRecord(f"run: expected 'ranks' to be 1 or more, found {record.ranks}")
     return record
 
 

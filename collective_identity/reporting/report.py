@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .. import codes
@@ -13,6 +13,7 @@ from .coverage import Coverage, cover
 from .jsonl import RankLog
 from .records import SCHEMA, EventRecord, ExpectedRecord, RunRecord
 from .steps import CONFLICT, DROPPED, MALFORMED, PHASES, Graph, graphs_of, steps_of
+from .together import ended_early, run_of, sort_out
 
 _AGREEMENT = ("differs", "timeout", "agreed", "alone", "skipped", "off")  # the first found speaks for the run
 _EXAMPLES = 20
@@ -99,19 +100,22 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run captured, labelled, merged and lost. `ranks` is sorted; the first one's tables are shown."""
+    """What a run captured, labelled, merged and lost. `ranks` is sorted; the first one's tables are shown.
+    `run_failures` and `run_notes` are of no rank that is shown: missing, unreadable or earlier files."""
 
     ranks: tuple[RankReport, ...]
+    run_failures: tuple[str, ...] = ()
+    run_notes: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Everything that is not as declared, each text with its rank where the report holds several."""
-        return self._all("failures")
+        return (*self.run_failures, *self._all("failures"))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader should know but need not mend."""
-        return self._all("notes")
+        return (*self.run_notes, *self._all("notes"))
 
     @property
     def ok(self) -> bool:
@@ -179,36 +183,23 @@ class Report:
 
 def build_report(logs: Sequence[RankLog], *, folder: bool = True) -> Report:
     """The report of one or more ranks' records. Ranks left over from an earlier start are left out, and said;
-    in a run `folder` every rank is expected to have left a file."""
-    ordered = sorted(logs, key=lambda log: log.rank)
-    newest = max((_run(log) for log in ordered), key=lambda run: run.started if run else 0.0, default=None)
-    kept: list[int] = []
-    stale: list[int] = []
-    for log in ordered:
-        run = _run(log)
-        same = newest is None or run is None or (run.run_id, run.restart) == (newest.run_id, newest.restart)
-        (kept if same and (newest is None or log.rank < newest.ranks) else stale).append(log.rank)
-    ranks = [_rank_report(log) for log in ordered if log.rank in kept]
-    missing = sorted(set(range(newest.ranks if newest else 0)) - set(kept)) if folder else []
-    if stale or missing:
-        notes = [f"ranks {stale} are of an earlier start and left out"] if stale else []
-        failures = [f"ranks {missing} of {newest.ranks} left no readable file"] if missing and newest else []
-        first = ranks[0]
-        ranks[0] = RankReport(
-            first.rank,
-            first.run,
-            first.graphs,
-            first.coverage,
-            first.warnings,
-            (*first.failures, *failures),
-            (*first.notes, *notes),
-            first.agreement,
-        )
-    return Report(tuple(ranks))
-
-
-def _run(log: RankLog) -> RunRecord | None:
-    return next((record for record in log.records if isinstance(record, RunRecord)), None)
+    in a run `folder` every rank is expected to have left a file, and graphs that the others have too."""
+    found = sort_out(logs, folder=folder)
+    ranks = [_rank_report(log) for log in found.kept]
+    told = next((rank.run.ranks for rank in ranks if rank.run is not None), len(ranks))
+    early, notes = ended_early({rank.rank: rank.graphs for rank in ranks}, told) if folder else ({}, {})
+    return Report(
+        tuple(
+            replace(
+                rank,
+                failures=(*found.by_rank.get(rank.rank, ()), *early.get(rank.rank, ()), *rank.failures),
+                notes=(*rank.notes, *notes.get(rank.rank, ())),
+            )
+            for rank in ranks
+        ),
+        tuple(found.failures),
+        tuple(found.notes),
+    )
 
 
 def _rank_report(log: RankLog) -> RankReport:
@@ -241,7 +232,7 @@ def _rank_report(log: RankLog) -> RankReport:
     verdicts = (graph.agreement.status for graph in graphs if graph.agreement is not None)
     return RankReport(
         rank=log.rank,
-        run=_run(log),
+        run=run_of(log),
         graphs=graphs,
         coverage=coverage,
         warnings=_warned(events, graphs),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ..comparison import RanksDisagree
 from ..standstill import Seen, Verdict
-from ..watch import StoreError, Watcher, open_store
+from ..watch import PATIENCE, StoreError, Watcher, bounded, open_store
+
+_AT_LEAST = 1.0  # seconds that a store is given whatever --wait says
+_LOOK = 30.0  # seconds that reading all ranks may take
 
 
 def lines(seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None, ranks: int) -> Iterator[str]:
@@ -21,18 +24,23 @@ def lines(seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None,
     ended = all(one.record["ended"] for one in seen) and not verdict.unheard
     if ended:
         yield f"{ranks} ranks, all have ended"
+    elif verdict.stands and all(one.gone for one in seen):
+        yield f"{ranks} ranks, none gives a sign of life"
     elif verdict.stands:
         yield f"{ranks} ranks, none has moved for {verdict.still:.0f} s"
+    elif verdict.compiling:
+        which = ", ".join(map(str, verdict.compiling))
+        yield f"{ranks} ranks, not moved for {verdict.still:.0f} s while a compile goes on (ranks {which}): no hang"
     else:
         yield f"{ranks} ranks, moving"
     for finding in verdict.findings:
         yield f"  {finding}"
     if verdict.unheard:
         yield f"  not heard from ranks {list(verdict.unheard)}: they have compiled nothing yet, or never started"
-    if verdict.stands and not verdict.findings:
+    if verdict.stands and not verdict.findings and not all(one.gone for one in seen):
         yield "  no rank waits in a collective that another has not reached; look at where they stand"
     for one in seen:
-        if verdict.stands or one.silent:
+        if verdict.stands or verdict.compiling or one.silent or one.old:
             yield f"  rank {one.rank} ({one.record['host']}, process {one.record['pid']}) {one.where()}"
 
 
@@ -56,31 +64,32 @@ def watch_command(
     Goes on until the job ends. Exit code 0 when it moves or has ended, 1 with --once when it stands still, 2 when
     its store cannot be read.
     """
-    try:
-        watcher = Watcher(open_store(where))
-    except StoreError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     began, said = time.monotonic(), ""
+    try:
+        watcher = Watcher(open_store(where, min(PATIENCE, max(wait, _AT_LEAST)) if once else PATIENCE))
+    except StoreError as error:
+        _fail(str(error))
     while True:
         try:
-            found = watcher.look(stall)
+            found = bounded(lambda: watcher.look(stall), _LOOK)
+        except (StoreError, ValueError, KeyError, TypeError) as error:
+            _fail(f"the store cannot be read: {type(error).__name__}: {error}")
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             typer.echo(f"the store is gone, so the job has ended: {str(error).splitlines()[0]}", err=True)
             raise typer.Exit(2 if once else 0) from None
         late = time.monotonic() - began >= wait
         if found is None:
             if once and late:
-                typer.echo("error: no rank has published anything: is a session open, with watch=True?", err=True)
-                raise typer.Exit(2)
+                _fail("no rank has published anything: is a session open, with watch=True?")
         else:
             seen, verdict, difference = found
             ended = bool(seen) and all(one.record["ended"] for one in seen) and not verdict.unheard
             text = _text(watcher.start, seen, verdict, difference, as_json)
             news = repr((verdict.stands, verdict.findings, verdict.unheard, difference, [s.where() for s in seen]))
             if not verdict.stands:
-                news = repr((verdict.unheard, difference, ended))
-            final = ended or (once and (verdict.stands or difference is not None or late))
+                news = repr((verdict.unheard, verdict.compiling, difference, ended))
+            sure = verdict.stands and not any(one.old for one in seen)  # whether those live is soon known
+            final = ended or (once and (sure or difference is not None or late))
             if news != said and (not once or final):
                 typer.echo(text)
                 said = news
@@ -97,3 +106,8 @@ def _text(
     told = [{"rank": s.rank, "where": s.where(), "silent": s.silent, **dict(s.record)} for s in seen]
     job = {key: start[key] for key in ("run", "restart", "ranks")}
     return json.dumps({"schema": 1, **job, **verdict.to_dict(), "difference": difference, "by_rank": told})
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(f"error: {text}", err=True)
+    raise typer.Exit(2)

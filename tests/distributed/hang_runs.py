@@ -74,25 +74,35 @@ def train_until_it_hangs(rank: int, ranks: int, folder: str, watching: bool) -> 
 
 
 def watch_and_end(folder: Path, ranks: int) -> None:
-    """Once every rank has begun the call that hangs, run the command and keep what it said, and when."""
+    """Once every rank has begun the call that hangs, run the command and keep what it said, and when.
+
+    The first has imported torch by then, like one that runs beside the job; the second starts from nothing.
+    """
+    begin = "import sys, time; from pathlib import Path; from collective_identity.cli import main"
+    wait = f"\nwhile len(list(Path({str(folder)!r}).glob('hangs*'))) < {ranks}: time.sleep(0.02)\nmain()"
+    command = ["watch", str(folder), "--once", "--wait", "30"]
+    beside = subprocess.Popen(
+        [sys.executable, "-c", begin + wait, *command, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while len(list(folder.glob("hangs*"))) < ranks:
         time.sleep(0.02)
     hangs = max(float(path.read_text()) for path in folder.glob("hangs*"))
-    command = [sys.executable, "-c", "from collective_identity.cli import main; main()", "watch", str(folder), "--once"]
-
-    def ran(*more: str) -> subprocess.CompletedProcess[str]:
-        asked = [*command, "--wait", "30", *more]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
-
-    said = [ran("--json")]
-    seconds = time.time() - hangs  # the command's own start, about three seconds, is part of it
-    said.append(ran())
+    said = [beside.communicate(timeout=60)]
+    seconds = time.time() - hangs
+    cold = subprocess.run(
+        [sys.executable, "-c", f"{begin}; main()", *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    said.append((cold.stdout, cold.stderr))
     outcome = {
-        "json": json.loads(said[0].stdout) if said[0].returncode == 1 else None,
-        "text": said[1].stdout,
-        "errors": said[0].stderr + said[1].stderr,
-        "codes": [one.returncode for one in said],
+        "json": json.loads(said[0][0]) if beside.returncode == 1 else None,
+        "text": said[1][0],
+        "errors": said[0][1] + said[1][1],
+        "codes": [beside.returncode, cold.returncode],
         "seconds": seconds,
+        "cold_seconds": time.time() - hangs - seconds,
     }
     (folder / "seen.new").write_text(json.dumps(outcome))
     (folder / "seen.new").rename(folder / "seen")

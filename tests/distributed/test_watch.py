@@ -46,7 +46,7 @@ def test_a_rank_that_skips_a_collective_is_named_within_ten_seconds(tmp_path: Pa
     launch(hang, 2, str(tmp_path), timeout=90, store="tcp")
     outcome = json.loads((tmp_path / "seen").read_text())
     named(outcome, 2)
-    assert outcome["seconds"] < 10, outcome
+    assert outcome["seconds"] < 10, outcome  # about 6 where the processors are free
 
 
 @pytest.mark.distributed

@@ -143,12 +143,13 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (entry["ok"], entry["found"], found["ok"]) == (False, "missing", False)
 
 
-def test_the_entry_function_exits_with_the_code(good: Path, tmp_path: Path) -> None:
+def test_the_entry_function_exits_with_the_code_whatever_the_folder_is_called(good: Path, tmp_path: Path) -> None:
     code = "import sys; from collective_identity.cli import main; main()"
     root = Path(cli.__file__).parents[1]
-    for folder, expected in ((good, 0), (tmp_path / "none", 2)):
+    odd = good.rename(tmp_path / "no utf-8: \udcff")
+    for folder, expected in ((odd, 0), (tmp_path / "none", 2)):
         ended = subprocess.run(
-            [sys.executable, "-c", code, "report", str(folder), "--json"],
+            [sys.executable, "-c", code, "report", str(folder), "--html"],
             cwd=root,
             capture_output=True,
             text=True,
@@ -157,7 +158,8 @@ def test_the_entry_function_exits_with_the_code(good: Path, tmp_path: Path) -> N
         )
         assert ended.returncode == expected, ended.stderr
         if expected == 0:
-            assert json.loads(ended.stdout)["ok"]
+            assert ended.stdout.endswith("no utf-8: \\udcff/report.html\n")
+            assert "no utf-8: \\udcff</title>" in (odd / "report.html").read_text()
 
 
 def test_doctor_names_what_was_wrapped_and_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,29 @@ def test_a_collective_takes_at_most_200_bytes_and_an_event_32() -> None:
     store = filled(tables())
     before = store.nbytes()
     assert (before["rows"] + before["texts"]) / MANY <= 200, before
-    for number in range(MANY):
-        store.append(event(2, node=f"n{number}"))
+    for number in range(MANY):  # each of a node, parameter and detail of its own
+        params, detail = (f"layers.{number // 8}.weight_{number % 8}",), f"from wait_tensor_{number} to n{number}"
+        store.append(event(2, node=f"n{number}", params=params, stack=f"model.py:{number % 90} in f", detail=detail))
     store.graph_ended(2)
     after = store.nbytes()
-    assert (after["events"] - before["events"]) / MANY <= 32, after
-    assert (after["texts"] - before["texts"]) / MANY <= 10, "the list of names, 8 bytes each; its index is dropped"
+    assert (after["events"] + after["texts"] - before["events"] - before["texts"]) / MANY <= 32, after
+
+
+def test_events_come_back_across_chunks_whichever_is_asked_for() -> None:
+    store = Storage()
+    store.append(GraphRecord(0, "forward", "0/0", "x"))
+    many = [
+        event(n % 3 or None, node=f"n{n}", params=(f"p{n}",) * (n % 2), detail="\udcff" * (n % 5)) for n in range(700)
+    ]
+    for n, one in enumerate(many):
+        store.append(one)
+        if n in (255, 256, 600):
+            store.append(GraphRecord(n, "forward", "0/0", "x"))
+    kept = list(store)
+    assert [record for record in kept if isinstance(record, EventRecord)] == many
+    assert [i for i, record in enumerate(kept) if isinstance(record, GraphRecord)] == [0, 257, 259, 604]
+    events = store._events
+    assert [events[n] for n in (699, 0, 511, 512, 255, 256)] == [many[n] for n in (699, 0, 511, 512, 255, 256)]
 
 
 def test_tracemalloc_finds_no_more() -> None:
@@ -129,9 +146,13 @@ def test_tracemalloc_finds_no_more() -> None:
     try:
         store = filled(given_rows)
         held, _ = tracemalloc.get_traced_memory()
+        for number in range(MANY):
+            store.append(event(2, node=f"n{number}", params=(f"w_{number}",), detail=f"from {number}"))
+        more = tracemalloc.get_traced_memory()[0] - held
     finally:
         tracemalloc.stop()
     assert 20 < held / MANY <= 200
+    assert 5 < more / MANY <= 32
     assert sum(len(record.rows) for record in store if isinstance(record, FinishRecord)) == MANY
 
 

@@ -26,7 +26,7 @@ def row(**changes: Any) -> CollectiveRow:
 
 def graph(rows: list[CollectiveRow], *, timeout: float = 5.0, state: AgreementState | None = None, **more: Any) -> Any:
     shared = Shared(state or AgreementState(), None, 0, "forward", "0/0")
-    shared.publish(rows, tag="t", **more)
+    shared.publish(rows, **{"tag": "t", **more})
     return shared.agree(timeout)
 
 
@@ -67,6 +67,45 @@ def test_swapped_groups_are_told_from_another_order(ranks: Ranks) -> None:
     swapped = [row(group="1"), row()]
     found = ranks.run(lambda rank: graph(swapped if rank == 0 else swapped[::-1]))
     assert {one.fault for one in found} == {"swapped_groups"}
+
+
+def test_swapped_groups_are_told_where_structure_infers_other_roles_for_them(ranks: Ranks) -> None:
+    ranks.groups["1"] = ranks.groups["0"]
+    bare: dict[str, Any] = {"source": None, "params": None, "param_group": None}
+    first = row(source="inferred")
+    right = [first, row(group="1", transport="all_reduce", role=None, **bare)]
+    guessed = row(transport="all_reduce", role="fsdp.x", **bare | {"source": "inferred"})
+    wrong = [row(group="1", source="inferred"), guessed]
+    found = ranks.run(lambda rank: graph(wrong if rank == 1 else right))
+    assert {(one.fault, one.field) for one in found} == {("swapped_groups", "group")}
+    explicit = [row(group="1"), row(transport="all_reduce", role="tp.reduce")]
+    found = ranks.run(lambda rank: graph(explicit if rank == 1 else right, tag="u"))
+    assert {(one.fault, one.field) for one in found} == {("other_field", "group")}
+
+
+@pytest.mark.parametrize(("others", "fault"), [(2, "missing_collective"), (3, "other_graph")])
+def test_an_extra_graph_that_begins_like_the_others_next_one_is_another_graph(
+    ranks: Ranks, others: int, fault: str
+) -> None:
+    rows = [row(numel=n) for n in range(1, others + 1)]
+    found = ranks.run(lambda rank: graph(rows[:1] if rank == 2 else rows, tag=f"t{rank == 2}"))
+    assert {one.fault for one in found} == {fault}
+
+
+def test_a_rank_that_heard_of_a_difference_keeps_nobody_waiting(ranks: Ranks) -> None:
+    """Two groups, and only 0 and 1 share the one that differs: the others hear of it, and all stop at once."""
+    ranks.groups["1"] = (0, 1)
+
+    def one(rank: int) -> Any:
+        if rank < 2:
+            return graph([row(), row(group="1", numel=rank)])
+        time.sleep(0.5)
+        return graph([row()])
+
+    began = time.monotonic()
+    found = ranks.run(one)
+    assert all(isinstance(one, RanksDisagree) for one in found), found
+    assert {one.relayed_to for one in found[2:]} == {2, 3} and time.monotonic() - began < 4
 
 
 def test_a_rank_sees_what_it_lacks_on_a_group_that_its_graph_does_not_use(ranks: Ranks) -> None:

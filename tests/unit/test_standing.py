@@ -89,6 +89,29 @@ def test_a_rank_says_that_it_stands_once_and_where(counts: dict[str, int], monke
     ]
 
 
+def test_a_rank_in_torch_compile_says_so_until_it_is_through(
+    counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(service_module.time, "monotonic", lambda: clock[0])
+    beats = _Beats(Standing(), every=2.0)
+    said: list[list[str]] = []
+
+    def look(second: float) -> None:
+        clock[0] = second
+        record, _ = beats.next(ended=False)
+        said.append(record["doing"] if record is not None else ["nothing new"])
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        look(0.0)
+        look(3.0)
+        return gm
+
+    torch.compile(lambda t: t + 1, backend=backend)(torch.ones(2))
+    look(5.0)
+    assert said == [[], ["compiles, in torch.compile"], []]
+
+
 def test_the_lines_that_tell_where_are_the_users_own() -> None:
     frames = Standing().frames()
     assert any("test_standing.py" in line and "Standing().frames()" in line for line in frames), frames

@@ -9,8 +9,9 @@ import pytest
 from torch.distributed import HashStore
 
 from collective_identity.board import NEWEST, Board, spell, unspell
+from collective_identity.reporting.watch_command import lines
 from collective_identity.standstill import Graph, Seen, judge
-from collective_identity.watch import StoreError, Watcher, open_store
+from collective_identity.watch import Watcher
 
 GATHER = {
     "transport": "all_gather",
@@ -113,6 +114,80 @@ def test_one_rank_that_moves_is_enough_and_one_that_is_gone_is_not_asked() -> No
     assert judge([seen(0)], 2, 4.0).unheard == (1,)
 
 
+def test_a_rank_without_a_sign_of_life_is_named_with_what_the_others_are_in_now() -> None:
+    """It spoke last before its first call; the others are through that and wait in the next."""
+    ahead = seen(0, groups=issued(4), calls=[call(0, 3), call(3, None, 1)])
+    dead = seen(1, groups=issued(0), still=0.0, silent=True)
+    (found,) = judge([ahead, dead], 2, 4.0).findings
+    at = found.collective
+    assert (found.kind, found.ranks, found.waiting) == ("silent", (1,), (0,))
+    assert (at.number, at.call, at.position) == (4, 1, 0)
+    assert str(found).startswith("rank 1 gives no sign of life, and rank 0 waits on group 'a' (ranks 0,1): all_gather ")
+    ended = {"a": [[n, "all_gather [[4]]", n < 6] for n in range(1, 7)]}
+    ahead = seen(0, groups=issued(6), calls=[call(0, 3), call(3, None, 1)], operations=ended)
+    (found,) = judge([ahead, dead], 2, 4.0).findings
+    assert (found.collective.number, found.collective.position) == (6, 2)
+    alive = seen(1, groups=issued(0))
+    (found,) = judge([ahead, alive], 2, 4.0).findings
+    assert (found.kind, found.collective.number) == ("behind", 1)
+
+
+def test_a_rank_that_fell_silent_in_a_collective_of_all_is_the_cause() -> None:
+    """Its process is stopped while all are in the same collective; on another group a rank is late because of it."""
+    both = {**issued(2, "0,1,2"), **issued(3, "0,2", "b")}
+    late = {**issued(2, "0,1,2"), **issued(2, "0,2", "b")}
+    verdict = judge(
+        [
+            seen(0, groups=both, calls=[call(1, None)]),
+            seen(1, groups=issued(2, "0,1,2"), silent=True),
+            seen(2, groups=late, calls=[call(1, None)]),
+        ],
+        3,
+        4.0,
+    )
+    found = [(f.kind, f.ranks, f.waiting) for f in verdict.findings]
+    assert found == [("silent", (1,), (0, 2)), ("behind", (2,), (0,))]
+    records = [seen(rank, still=1.0, silent=True) for rank in (0, 1)]
+    verdict = judge([*records, seen(2, ended=True)], 3, 4.0)
+    assert verdict.stands and not verdict.findings
+    said = list(lines(records, verdict, None, 3))
+    assert said[0] == "3 ranks, none gives a sign of life" and "rank 1" in said[-1] and len(said) == 3
+
+
+def test_a_rank_that_compiles_is_no_hang_unless_another_is_the_cause() -> None:
+    waits = seen(0, groups=issued(2), calls=[call(1, None)])
+    compiles = seen(1, doing=["compiles forward graph 0/1"])
+    verdict = judge([waits, compiles], 2, 4.0)
+    assert (verdict.stands, verdict.compiling, verdict.findings[0].ranks) == (False, (1,), (1,))
+    alone = judge([seen(0), compiles], 2, 4.0)
+    assert (alone.stands, alone.compiling, alone.findings) == (False, (1,), ())
+    dead = judge([waits, seen(1, doing=["compiles forward graph 0/1"], silent=True)], 2, 4.0)
+    assert (dead.stands, dead.compiling, dead.findings[0].kind) == (True, (), "silent")
+    # 2 compiles, but 1 is late for 0 on their own group: that does not end with the compile.
+    records = [
+        seen(0, groups=issued(2), calls=[call(1, None)]),
+        seen(1),
+        seen(2, groups={}, doing=["compiles forward graph 0/1"]),
+    ]
+    verdict = judge(records, 3, 4.0)
+    assert (verdict.stands, verdict.compiling, verdict.findings[0].ranks) == (True, (2,), (1,))
+    said = list(lines([waits, compiles], judge([waits, compiles], 2, 4.0), None, 2))
+    assert said[0] == "2 ranks, not moved for 9 s while a compile goes on (ranks 1): no hang"
+    assert any("rank 1 (h, process 7) compiles forward graph 0/1" in line for line in said)
+
+
+def test_ranks_that_wait_for_each_other_are_said_to_and_the_fewer_come_first() -> None:
+    """Rank 1 of 3 is in an eager collective of group "0", the others in a graph's on group "a"."""
+    more = {**issued(2, "0-2", "0"), **issued(3, "0-2")}
+    others = {**issued(1, "0-2", "0"), **issued(4, "0-2")}
+    records = [seen(rank, groups=more if rank == 1 else others) for rank in range(3)]
+    first, second = judge(records, 3, 4.0).findings
+    assert (first.ranks, first.waiting, first.group) == ((1,), (0, 2), "a")
+    assert str(first).endswith("; they wait for each other: rank 1 waits for ranks 0,2 on group '0'")
+    assert (second.ranks, second.waiting, second.group) == ((0, 2), (1,), "0")
+    assert str(second).endswith("; they wait for each other: ranks 0,2 wait for rank 1 on group 'a'")
+
+
 def test_a_member_that_never_spoke_is_waited_for() -> None:
     (found,) = judge([seen(0, calls=[call(0, None)])], 2, 4.0).findings
     assert (found.kind, found.ranks, found.waiting) == ("behind", (1,), (0,))
@@ -178,14 +253,22 @@ def test_the_watcher_follows_the_newest_start_and_sees_who_falls_silent(monkeypa
     assert not verdict.stands and difference == {"rank": 0}
 
 
-def test_an_address_that_leads_nowhere_says_what_was_expected(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    for where, said in (
-        (None, "expected an address, a run folder or MASTER_ADDR and MASTER_PORT"),
-        ("tcp://127.0.0.1:1", "expected the store of a running job at tcp://127.0.0.1:1, found ConnectionRefusedError"),
-        ("tcp://nonsense", "expected the store of a running job at tcp://nonsense"),
-        (f"file:{tmp_path}/none", "expected the file of a store"),
-        (str(tmp_path), "expected store.json in the run folder"),
-    ):
-        with pytest.raises(StoreError, match=said):
-            open_store(where)
+def test_the_watcher_doubts_who_last_spoke_before_the_others_and_counts_on_who_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, clock = HashStore(), [100.0]
+    monkeypatch.setattr("collective_identity.watch.time.monotonic", lambda: clock[0])
+    store.set(NEWEST, json.dumps({"prefix": "p", "run": "r", "restart": 0, "ranks": 2, "every": 2.0}))
+    board = Board(store, "p")
+    board.set("at/0", {**seen(0, still=2.0, frames=["x.py:1 in main: y()"]).record, "time": 1000.0})
+    board.set("at/1", {**seen(1, still=6.0).record, "time": 980.0})
+    watcher = Watcher(store)
+    ranks, verdict, _ = watcher.look(4.0) or pytest.fail("nothing seen")
+    assert [one.old for one in ranks] == [0.0, 20.0] and not verdict.stands
+    assert ranks[1].where().endswith("(its last sign of life is 20 s older than another rank's)")
+    clock[0] += 4  # rank 0 would have said that it moves
+    ranks, verdict, _ = watcher.look(4.0) or pytest.fail("nothing seen")
+    assert verdict.stands and verdict.still == 4.5
+    clock[0] += 4
+    ranks, verdict, _ = watcher.look(4.0) or pytest.fail("nothing seen")
+    assert [one.silent for one in ranks] == [True, True] and [one.old for one in ranks] == [0.0, 0.0]
