@@ -286,13 +286,10 @@ class _Graph:
         self.transformed = False
         self.rows_known = True
         self._groups: tuple[str, ...] | None = None
-        if context.options.pre_passes:
-            self.before: Rows = log.captured(ci.collective_table(gm))
-            for name, loss, node in run_user_passes(gm, context.options.pre_passes):
-                log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
-            self.after: Rows = self._look(gm)
-        else:
-            self.before = self.after = log.captured(self._look(gm))
+        for name, loss, node in run_user_passes(gm, context.options.pre_passes):
+            log.event(DROPPED_UNKNOWN, node=node, role=loss.identity.role, pass_name=name, detail=_VANISHED)
+        self.before: Rows = log.captured(self._look(gm))
+        self.after: Rows = self.before
 
     @classmethod
     def recorded(cls, log: GraphLog, before: Rows, after: Rows) -> _Graph:

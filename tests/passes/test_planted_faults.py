@@ -123,15 +123,6 @@ def test_found_by_code(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert all(OTHER_RANKS in text for text in json.loads(again.output)["reasons"]), again.output
 
 
-def test_what_was_captured_is_what_was_there_before_any_pass(tmp_path: Path) -> None:
-    torch._dynamo.reset()
-    options = {"inner": "aot_eager", "pre_passes": [shares_the_first], "bucketing": False}
-    with ci.enable(run_dir=tmp_path, agreement_timeout=0) as handle:
-        torch.compile(two_gathers, backend=collective_identity, options=options)(torch.ones(8, 2), torch.ones(2, 2))
-        (graph,) = handle.report().to_dict()["graphs"]
-    assert graph["captured"] == {PARAM_UNSHARD: 1, "tp.gather": 1}
-
-
 def test_a_pre_pass_that_raises_is_in_the_run(tmp_path: Path) -> None:
     torch._dynamo.reset()
     options = {"inner": "aot_eager", "pre_passes": [raises]}
