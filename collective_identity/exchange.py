@@ -24,6 +24,7 @@ Status = Literal["agreed", "alone", "timeout", "off", "skipped"]
 
 _SLACK = 1.0  # seconds past the timeout after which the store counts as hung
 _LINGER = 5.0  # seconds a rank that found a difference waits for its peers to have read it
+_SETTLE = 2.0  # seconds a rank that agrees with its peers gives them to compare among themselves
 _FIRST_PAUSE, _LAST_PAUSE = 0.002, 0.1  # seconds between two looks at the store
 _RUNS = ("forward", "joint", "inference")  # kinds that a rank runs in the order in which it compiles them
 
@@ -140,6 +141,7 @@ class Exchange:
         board.set(self._key("done", self.rank), 1)
         if missing:
             return self._given_up(f"ranks {missing} did not publish this graph in time")
+        self._settle(board, peers, min(deadline, time.monotonic() + _SETTLE))
         return AgreementResult("agreed", f"with ranks {peers}")
 
     def _given_up(self, why: str) -> AgreementResult:
@@ -174,6 +176,25 @@ class Exchange:
                 return pending
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, _LAST_PAUSE)
+
+    def _settle(self, board: Board, peers: Sequence[int], deadline: float) -> None:
+        """Two peers that agree with this rank may differ on a group of their own, and stop: let them compare first."""
+        pending = list(peers)
+        pause = _FIRST_PAUSE
+        while True:
+            pending = [peer for peer in pending if not self._has_compared(board, peer)]
+            elsewhere = board.get("difference")
+            if elsewhere is not None:
+                board.set(f"raised/{self.rank}", 1)
+                raise RanksDisagree(**elsewhere, relayed_to=self.rank)
+            left = deadline - time.monotonic()
+            if not pending or left <= 0:
+                return
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, _LAST_PAUSE)
+
+    def _has_compared(self, board: Board, peer: int) -> bool:
+        return board.has(self._key("done", peer)) or board.has(f"cached/{peer}/{self.tag}/{self._n}")
 
     def _look(self, board: Board, peer: int, deadline: float) -> bool:
         """True when this peer needs no more waiting for; raises on a difference."""

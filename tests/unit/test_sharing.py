@@ -11,6 +11,7 @@ import pytest
 from collective_identity import compat
 from collective_identity.agreement import AgreementState, RanksDisagree
 from collective_identity.digest import CollectiveRow
+from collective_identity.exchange import Exchange
 from collective_identity.service import Service
 from collective_identity.sharing import Shared
 from collective_identity.watch import Watcher
@@ -138,6 +139,41 @@ def test_a_rank_stops_for_two_others_that_differ(ranks: Ranks) -> None:
     assert [one.relayed_to for one in pair] == [None, None]
     after = ranks.run(lambda rank: graph(rows[rank], state=states[rank]), 2, 3)
     assert [(one.relayed_to, {one.rank, one.peer}) for one in after] == [(2, {0, 1}), (3, {0, 1})]
+
+
+def published(rows: list[CollectiveRow]) -> Exchange:
+    """A graph whose record the others can read, as a service has it a moment after the compile."""
+    exchange = Exchange(rows, kind="forward", cached=False, tag="t", state=AgreementState())
+    board = exchange.board()
+    assert board is not None
+    exchange.publish(board)
+    return exchange
+
+
+def test_a_rank_that_agrees_lets_its_peers_compare_among_themselves(ranks: Ranks) -> None:
+    """Ranks 2 and 3 agree with everyone before 0 and 1, which differ on a group of their own, have compared."""
+    ranks.groups["1"] = (0, 1)
+
+    def one(rank: int) -> Any:
+        exchange = published([row(), *([row(group="1", group_size=2, numel=8 + rank)] if rank < 2 else [])])
+        time.sleep(0.5 if rank < 2 else 0.0)
+        return exchange.agree(5.0)
+
+    found = ranks.run(one)
+    assert all(isinstance(one, RanksDisagree) for one in found), found
+    assert [one.relayed_to for one in found] == [None, None, 2, 3]
+
+
+def test_a_rank_that_compares_nothing_is_not_waited_for_long(ranks: Ranks) -> None:
+    """Its record is there; that it has compared it is never said."""
+
+    def one(rank: int) -> Any:
+        exchange = published([row()])
+        began = time.monotonic()
+        return None if rank == 0 else (exchange.agree(20.0).status, time.monotonic() - began)
+
+    _, *others = ranks.run(one)
+    assert all(status == "agreed" and seconds < 8 for status, seconds in others), others
 
 
 def test_the_next_start_reads_nothing_of_the_one_before(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
