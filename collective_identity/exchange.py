@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -163,11 +163,19 @@ class Exchange:
 
     def _meet(self, board: Board, peers: Sequence[int], deadline: float) -> list[int]:
         """Compare with each peer as it arrives; the peers that did not until the deadline."""
+        return self._until(board, peers, lambda peer: self._look(board, peer, deadline), deadline)
+
+    def _settle(self, board: Board, peers: Sequence[int], deadline: float) -> None:
+        """Two peers that agree with this rank may differ on a group of their own, and stop: let them compare first."""
+        self._until(board, peers, lambda peer: self._has_compared(board, peer), deadline)
+
+    def _until(self, board: Board, peers: Sequence[int], ready: Callable[[int], bool], deadline: float) -> list[int]:
+        """The peers that are not ready at the deadline; raises when another pair of ranks is found to differ."""
         pending = list(peers)
         pause = _FIRST_PAUSE
         while True:
             elsewhere = board.get("difference")  # before the look: a difference with this rank is found in its words
-            pending = [peer for peer in pending if not self._look(board, peer, deadline)]
+            pending = [peer for peer in pending if not ready(peer)]
             if elsewhere is not None:  # those two stop, so this rank's next collective would never end
                 board.set(f"raised/{self.rank}", 1)
                 raise RanksDisagree(**elsewhere, relayed_to=self.rank)
@@ -177,24 +185,11 @@ class Exchange:
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, _LAST_PAUSE)
 
-    def _settle(self, board: Board, peers: Sequence[int], deadline: float) -> None:
-        """Two peers that agree with this rank may differ on a group of their own, and stop: let them compare first."""
-        pending = list(peers)
-        pause = _FIRST_PAUSE
-        while True:
-            pending = [peer for peer in pending if not self._has_compared(board, peer)]
-            elsewhere = board.get("difference")
-            if elsewhere is not None:
-                board.set(f"raised/{self.rank}", 1)
-                raise RanksDisagree(**elsewhere, relayed_to=self.rank)
-            left = deadline - time.monotonic()
-            if not pending or left <= 0:
-                return
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, _LAST_PAUSE)
-
     def _has_compared(self, board: Board, peer: int) -> bool:
-        return board.has(self._key("done", peer)) or board.has(f"cached/{peer}/{self.tag}/{self._n}")
+        return board.has(self._key("done", peer)) or self._is_cached(board, peer)
+
+    def _is_cached(self, board: Board, peer: int) -> bool:
+        return board.has(f"cached/{peer}/{self.tag}/{self._n}")
 
     def _look(self, board: Board, peer: int, deadline: float) -> bool:
         """True when this peer needs no more waiting for; raises on a difference."""
@@ -223,7 +218,7 @@ class Exchange:
                 ):
                     if mine != theirs:
                         self._differ(board, deadline, "other_graph", peer, group, field, mine, theirs)
-        return board.has(f"cached/{peer}/{self.tag}/{self._n}")
+        return self._is_cached(board, peer)
 
     def _shared(self, peer: int, theirs: Iterable[str]) -> list[str]:
         """Groups that both ranks are in and that either's rows run on."""
