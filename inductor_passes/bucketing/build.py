@@ -1,13 +1,13 @@
 """How does a bucket look in the graph? Builds its nodes directly: ``cat``, one collective, a wait, ``split``.
 
-Or, where the plan says so and each member allows it, as `coalesced` has it.
+Or, where the plan says so, as `coalesced` has it.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from collective_identity import merge, store
 from collective_identity.transports import WAIT, Transport, default_overload, launch_of
 
 from ..sizes import is_static
-from .coalesced import build_coalesced, can_coalesce
+from .coalesced import build_coalesced
 from .node_builder import NodeBuilder, mode_of
 from .plan import Bucket
 
@@ -50,7 +50,7 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
     build = NodeBuilder(
         graph, mode_of(sent), {k: members[0].meta[k] for k in _HANDED_ON if k in members[0].meta}
     )
-    if bucket.coalesced and can_coalesce(bucket, sent):
+    if bucket.coalesced:
         start, items, ends = build_coalesced(build, bucket, sent)
         _identify(start, bucket)
         return Built([start], items, ends)
@@ -65,7 +65,7 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
     joined = build.call(_ATEN.cat.default, (flat, *along), launch, build.joined(flat, *along or (0,)))
     joined = build.reshape(joined, [_elements(joined)], launch)
     shapes = [_shape(build, m, s, key.transport, ranks, launch) for m, s in zip(members, sent, strict=True)]
-    start = build.call(default_overload(key.transport), _arguments(joined, bucket), launch)
+    start = build.call(default_overload(key.transport), key.arguments(joined), launch)
     _identify(start, bucket)
 
     wait: list[fx.Node] = []
@@ -123,14 +123,6 @@ def _shape(
         combine = operator.mul if transport is Transport.ALL_GATHER else operator.floordiv
         shape[0] = build.arithmetic(combine, shape[0], ranks, into)
     return shape
-
-
-def _arguments(joined: fx.Node, bucket: Bucket) -> tuple[Any, ...]:
-    """Arguments in the operators' order, see `default_overload`."""
-    key = bucket.key
-    reduce_op = () if key.reduce_op is None else (key.reduce_op,)
-    size = () if key.transport is Transport.ALL_REDUCE else (key.group_size,)
-    return (joined, *reduce_op, *size, key.group)
 
 
 def _identify(start: fx.Node, bucket: Bucket) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
-from collective_identity.transports import WAIT, Transport, coalesced_overload
+from collective_identity.transports import WAIT, coalesced_overload
 
 from ..sizes import is_static
 from .node_builder import NodeBuilder
 from .plan import Bucket
 
 
-def can_coalesce(bucket: Bucket, sent: Sequence[fx.Node]) -> bool:
-    """Whether each member's tensor may be sent where it lies: of one element type, contiguous, of known size > 0."""
+def can_coalesce(dtype: torch.dtype, sent: Sequence[fx.Node]) -> bool:
+    """Whether each tensor may be sent where it lies: of this element type, contiguous, of known size > 0."""
     return all(
-        value.dtype is bucket.key.dtype
+        value.dtype is dtype
         and is_static(value)
         and value.numel() > 0
         and value.is_contiguous()
@@ -31,9 +32,7 @@ def build_coalesced(
 ) -> tuple[fx.Node, list[fx.Node], list[list[fx.Node]]]:
     """The start node, the item of each member, and what each member ends in: its own wait."""
     key = bucket.key
-    reduce_op = () if key.reduce_op is None else (key.reduce_op,)
-    size = () if key.transport is Transport.ALL_REDUCE else (key.group_size,)
-    start = build.call(coalesced_overload(key.transport), (list(sent), *reduce_op, *size, key.group), [])
+    start = build.call(coalesced_overload(key.transport), key.arguments(list(sent)), [])
     items: list[fx.Node] = []
     results: list[list[fx.Node]] = []
     for place in range(len(sent)):

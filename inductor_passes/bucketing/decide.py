@@ -16,6 +16,7 @@ from collective_identity.identity import Identity
 from collective_identity.transports import Transport
 
 from . import reasons
+from .coalesced import can_coalesce
 from .hazards import Hazards, hazards_of
 from .levels import depths
 from .plan import MIB, Bucket, BucketKey, Plan, Refusal
@@ -222,7 +223,7 @@ def _bucket(members: Sequence[Candidate], depth: int, order: str, coalesced: fro
         tuple(c.node for c in members),
         tuple(c.identity for c in members),
         sum(c.nbytes for c in members),
-        key.transport in coalesced,
+        key.transport in coalesced and can_coalesce(key.dtype, [c.launch.inputs[0] for c in members]),
     )
 
 

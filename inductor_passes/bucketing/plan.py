@@ -45,6 +45,12 @@ class BucketKey:
     param_group: str | None
     depth: int
 
+    def arguments(self, sent: Any) -> tuple[Any, ...]:
+        """What the collective is called with, in the operators' order; see `transports.default_overload`."""
+        reduce_op = () if self.reduce_op is None else (self.reduce_op,)
+        size = () if self.transport is Transport.ALL_REDUCE else (self.group_size,)
+        return (sent, *reduce_op, *size, self.group)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -55,8 +61,8 @@ class Bucket:
         members: start nodes in the order in which they are laid out in the buffer.
         identities: the identity of each member, by which the bucket's own is combined.
         nbytes: sum over the members of the larger of input and output, in bytes; a symbolic size counts as its hint.
-        coalesced: send each member where it lies, in one call, instead of copying all into one buffer. Where a member
-            is not contiguous, empty, of symbolic size or of another element type, the bucket is copied all the same.
+        coalesced: send each member where it lies, in one call, instead of copying all into one buffer; never where a
+            member is not contiguous, empty, of symbolic size or of another element type.
     """
 
     key: BucketKey

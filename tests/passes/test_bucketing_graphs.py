@@ -108,7 +108,8 @@ def test_what_cannot_be_sent_where_it_lies_is_copied(why: str) -> None:
     made = [b.all_gather(one, role=UNSHARD) for one in (first, other)]
     b.output(*(c.wait for c in made))
     gm = b.module()
-    bucketed(gm, coalesced=["all_reduce" if why == "another kind" else "all_gather"], mixed_dtypes=True)
+    plan = bucketed(gm, coalesced=["all_reduce" if why == "another kind" else "all_gather"], mixed_dtypes=True)
+    assert [bucket.coalesced for bucket in plan.buckets] == [False], "the plan says what is done"
     assert [str(n.target) for n in start_nodes(gm)] == ["_c10d_functional.all_gather_into_tensor.default"]
 
 
