@@ -63,6 +63,8 @@ class Normalize:
 
 def _outside(plan: NormalizationPlan, parts: Sequence[fx.GraphModule]) -> NormalizationPlan:
     """What of the plan touches no node of ``parts``: lite regions of a graph that is not lite itself."""
+    if not parts:
+        return plan
     fixed = {node for part in parts for node in part.graph.nodes}
     return replace(
         plan,
