@@ -75,6 +75,8 @@ def record_losses(before: Sequence[Seen], gm: fx.GraphModule, *, pass_name: str)
 
 
 def _recorded(before: Sequence[Seen], after: Sequence[Seen], pass_name: str) -> tuple[Loss, ...]:
+    code = UNKNOWN.lost
+    assert code is not None
     match = matches(before, after)
     losses: dict[int, Loss] = {}  # by place in ``before``: names repeat across sub-graphs
     owners: dict[Identity, set[fx.Node]] = defaultdict(set)
@@ -85,9 +87,9 @@ def _recorded(before: Sequence[Seen], after: Sequence[Seen], pass_name: str) -> 
     for place, seen in enumerate(before):
         found = match.get(seen.node)
         if found is not None and found.node is seen.node and _taken(seen, found, owners, match):
-            assert UNKNOWN.lost is not None and found.identity is not None
+            assert found.identity is not None
             detail = f"{pass_name} gave it the identity of {', '.join(sorted(n.name for n in owners[found.identity]))}"
-            store.drop(found.node, UNKNOWN.lost, pass_name, detail)
+            store.drop(found.node, code, pass_name, detail)
             if seen.identity is not None:
                 losses[place] = Loss(seen.name, seen.identity, found.node)
         if seen.identity is None:
@@ -109,8 +111,7 @@ def _recorded(before: Sequence[Seen], after: Sequence[Seen], pass_name: str) -> 
             roles[loss.node].add(loss.identity.role)
     for node, lost in roles.items():
         if not store.has_payload(node) and store.dropped_of(node) is None:
-            assert UNKNOWN.lost is not None
-            store.drop(node, UNKNOWN.lost, pass_name, f"{pass_name} lost {', '.join(sorted(lost))}")
+            store.drop(node, code, pass_name, f"{pass_name} lost {', '.join(sorted(lost))}")
     return tuple(losses[place] for place in sorted(losses))
 
 
