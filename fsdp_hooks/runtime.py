@@ -99,6 +99,13 @@ class Unit:
             output = _map(lambda x: _cast(x, dtype), output)
         return output
 
+    def fall_back(self, depth: int) -> None:
+        """Close the unit after an exception, unless a call around the one that failed has it open (``depth`` > 0)."""
+        if depth == 0:
+            self.close()
+        else:
+            self.depth = depth
+
     def close(self) -> None:
         """Let go of the full parameters; the root's also of those whose modules did not all run."""
         self.full = None
@@ -211,12 +218,12 @@ def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
     inner = getattr(base, name, None)  # None: the user put it on the instance
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a try block would keep Dynamo from going on after a graph break
-            return run(self, *args, **kwargs)
-        try:
+        unit = self.__dict__[UNIT][0]
+        depth = unit.depth
+        try:  # a graph break below: Dynamo leaves this frame to Python and goes on in those it calls
             return run(self, *args, **kwargs)
         except BaseException:
-            self.__dict__[UNIT][0].close()
+            unit.fall_back(depth)
             raise
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
