@@ -137,8 +137,11 @@ def warn_of_hooks(one: Managed, unit: Unit) -> None:
             )
 
 
-def watch_gradient(param: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle:
-    """Refuse a gradient hook that was registered after install, in the first backward that ran it."""
+def watch_gradient(param: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle | None:
+    """Refuse a gradient hook that was registered after install, in the first backward that ran it.
+
+    None where there is no gradient to hook.
+    """
 
     def check(leaf: torch.Tensor) -> None:
         if leaf._backward_hooks:

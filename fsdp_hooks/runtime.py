@@ -190,19 +190,17 @@ def capturing_class(
 
 def capture_by_class(
     modules: Iterable[nn.Module],
+    changed: list[tuple[nn.Module, type[nn.Module]]],
     methods_of: Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]] = lambda base: {},
-) -> list[tuple[nn.Module, type[nn.Module]]]:
+) -> None:
     """Give modules that hold bindings or a unit a class that captures; equal ones share it.
 
     Args:
         modules: each once or several times.
+        changed: takes each module with the class it had, before it is changed.
         methods_of: more methods of a module that has a unit, by its class.
-
-    Returns:
-        Each module with the class it had, in the order in which they were changed.
     """
     made: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
-    changed = []
     for module in {id(module): module for module in modules}.values():
         gathering = ("forward", *sorted({*module.__dict__[METHODS]} - {"forward"})) if UNIT in module.__dict__ else ()
         key = type(module), tuple(sorted(module.__dict__.get(BINDINGS, ()))), gathering
@@ -211,7 +209,6 @@ def capture_by_class(
             made[key] = capturing_class(base, names, gathering=gathering, methods=methods_of(base) if gathering else {})
         changed.append((module, base))
         module.__class__ = made[key]
-    return changed
 
 
 def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:

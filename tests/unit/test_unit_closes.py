@@ -74,7 +74,8 @@ def plain(breaks: str) -> Model:
 
 
 def is_closed(model: Model) -> bool:
-    return all(isinstance(part.weight, DTensor) for part in (model.blocks[0].linear, model.blocks[1].linear, model.head))
+    parts = *(block.linear for block in model.blocks), model.head
+    return all(isinstance(part.weight, DTensor) for part in parts)
 
 
 def test_an_exception_closes_the_unit() -> None:
