@@ -1,0 +1,108 @@
+"""A real group of one rank: every value is real, so eager FSDP2 is the reference, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fsdp_hooks
+from fsdp_hooks.operator import UnshardArgs, unshard
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Renormed(nn.Module):
+    """Changes its weights in place when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.div_(self.linear.weight.norm())
+        return self.linear(self.embedding(tokens))
+
+
+def fsdp2(policy: MixedPrecisionPolicy) -> Renormed:
+    return fully_shard(Renormed(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+
+
+def installed(policy: MixedPrecisionPolicy) -> Renormed:
+    return fsdp_hooks.install(fsdp2(policy))
+
+
+def plain(policy: MixedPrecisionPolicy) -> Renormed:
+    return fsdp_hooks.data_parallel(Renormed(), init_device_mesh("cpu", (1,)), mp_policy=policy)
+
+
+def trained(make: Callable[[MixedPrecisionPolicy], Renormed], policy: MixedPrecisionPolicy, micro: int = 1) -> list:
+    torch.manual_seed(0)
+    model = make(policy)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        for at in range(micro):
+            if micro > 1:
+                model.set_requires_gradient_sync(at == micro - 1)
+            loss = model(torch.arange(at, 10)).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(param.to_local().detach() for param in model.parameters())]
+
+
+POLICIES = [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", [installed, plain])
+def test_a_weight_that_forward_changes(
+    make: Callable[[MixedPrecisionPolicy], Renormed], policy: MixedPrecisionPolicy
+) -> None:
+    """The change is made to the gathered copy and is gone after the step, as in FSDP2."""
+    for one, other in zip(trained(fsdp2, policy), trained(make, policy), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(None, torch.bfloat16), (None, torch.float16), (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32)],
+    ids=lambda pair: f"{pair[0]} reduced in {pair[1]}",
+)
+def test_gradients_that_wait_in_another_dtype(dtypes: tuple[torch.dtype | None, torch.dtype]) -> None:
+    """Each is added before it is cast."""
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    for one, other in zip(trained(fsdp2, policy, 3), trained(installed, policy, 3), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_uneven_parameter_can_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The padding is cut off the gathered tensor, whose part is no view to autograd."""
+    group = dist.group.WORLD.group_name
+    args = UnshardArgs(
+        version=1, producer="test", param="p", param_group="", dim=0, size=3, group=group, group_size=2,
+        reduce_group=group, reduce_op="sum", replicate_group=None, replicate_size=1, replicate_op="sum",
+        predivide=None, postdivide=None, param_dtype=None, reduce_dtype=None, reshard_after_forward=False,
+    )  # fmt: skip
+    monkeypatch.setattr("fsdp_hooks.operator._gather", lambda x, a: torch.cat((x, x)))
+    monkeypatch.setattr("fsdp_hooks.operator._reduce", lambda x, a: x[:2])
+    monkeypatch.setattr("fsdp_hooks.operator.WAIT", lambda x: x)
+    shard = torch.tensor([1.0, 2.0], requires_grad=True)
+    full = unshard(shard, args)
+    with torch.no_grad():
+        full.mul_(10)
+    assert full.tolist() == [10.0, 20.0, 10.0] and shard.tolist() == [1.0, 2.0]
+    full.mul(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert shard.grad is not None and shard.grad.tolist() == [1.0, 2.0]
