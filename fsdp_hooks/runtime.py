@@ -24,6 +24,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import compat_checkpoint
 from .accumulated import Accumulated
+from .captured_copies import reducing
+from .errors import InstallError
 from .operator import unshard
 from .spec import ParamSpec
 
@@ -76,7 +78,7 @@ class Unit:
         """
         first = self.full is None
         if first:
-            self.full = {spec.fqn: self.gather(module._parameters[name], spec) for module, name, spec in self.sources}
+            self.full = {spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in self.sources}
         self.depth += 1
         if self.moves_inputs:
             args, kwargs = _map(self._to_device, args), _map(self._to_device, kwargs)
@@ -184,7 +186,8 @@ def capturing_class(
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body.update((name, _gathering(base, name)) for name in gathering)
     body.update(methods)
-    body.update(__new__=new, __module__=base.__module__, __qualname__=base.__qualname__)
+    body.update(__new__=new, __reduce_ex__=reducing(base, _check_copied))
+    body.update(__module__=base.__module__, __qualname__=base.__qualname__)
     return type(base.__name__, (base,), body)
 
 
@@ -236,9 +239,37 @@ def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
 
 def _reader(name: str) -> property:
     def get(self: nn.Module) -> Any:
+        if name not in self._parameters:  # torch's own words, and hasattr is False
+            raise AttributeError(name)
         return self.__dict__[BINDINGS][name].read(self._parameters[name])
 
-    return property(get)
+    def put(self: nn.Module, value: Any) -> None:
+        raise AttributeError(_replaced(self, name, f"a {type(value).__name__}"))
+
+    return property(get, put)
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    param = module._parameters.get(name)
+    if param is None:
+        raise InstallError(_replaced(module, name, "none"))
+    return param
+
+
+def _replaced(module: nn.Module, name: str, found: str) -> str:
+    return (
+        f"parameter {module.__dict__[BINDINGS][name].spec.fqn!r}: expected the one that was sharded, found {found} in "
+        "its place: prune, weight_norm and whatever else takes parameters away come before fully_shard or data_parallel"
+    )
+
+
+def _check_copied(module: nn.Module) -> None:
+    units = [binding.unit for binding in module.__dict__.get(BINDINGS, {}).values()]
+    if any(unit.options_changed is not None for unit in units):
+        raise InstallError(
+            f"{type(module).__name__}: expected no copy of a part of an installed model, as FSDP2 has none of the "
+            "whole: use its state_dict(), or call fsdp_hooks.uninstall first"
+        )
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

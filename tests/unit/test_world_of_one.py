@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,8 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_hooks
+from fsdp_hooks import InstallError
 from fsdp_hooks.operator import UnshardArgs, unshard
 
 
@@ -106,3 +112,91 @@ def test_an_uneven_parameter_can_be_changed_in_place(monkeypatch: pytest.MonkeyP
     assert full.tolist() == [10.0, 20.0, 10.0] and shard.tolist() == [1.0, 2.0]
     full.mul(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert shard.grad is not None and shard.grad.tolist() == [1.0, 2.0]
+
+
+# ---- copies ----
+
+
+class Two(nn.Module):
+    """Tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+def two() -> Two:
+    torch.manual_seed(0)
+    return fsdp_hooks.data_parallel(Two(), init_device_mesh("cpu", (1,)))
+
+
+def test_a_copy_of_a_data_parallel_model_is_another_one() -> None:
+    model, x = two(), torch.ones(2, 4)
+    before = model(x).detach()
+    other = copy.deepcopy(model)
+    assert type(other) is type(model) and other.layers[0].weight is other.layers[1].weight
+    assert isinstance(other.layers[0].weight, DTensor) and other.layers[0].weight is not model.layers[0].weight
+    other(x).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(model(x), before) and not torch.equal(other(x), before)
+    after = other(x).detach()
+    plain = fsdp_hooks.undo_data_parallel(other)
+    assert type(plain) is Two and not isinstance(plain.layers[0].weight, DTensor)
+    assert torch.equal(plain(x), after) and torch.equal(model(x), before)
+
+
+def test_an_average_of_a_data_parallel_model() -> None:
+    model, x = two(), torch.ones(2, 4)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)  # the first one copies
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+    average.update_parameters(model)
+    for one, other in zip(average.module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.to_local() * 3, other.to_local() * 2)
+    assert average(x).shape == (2, 4)
+
+
+def save(model: nn.Module) -> None:
+    torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, save])
+def test_a_captured_model_is_not_pickled(way: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(pickle.PicklingError, match=r"Two is captured by fsdp_hooks .* save model.state_dict\(\)"):
+        way(two())
+
+
+def test_a_part_of_an_installed_model_is_not_copied() -> None:
+    model = fsdp_hooks.install(fully_shard(Two(), mesh=init_device_mesh("cpu", (1,))))
+    with pytest.raises(InstallError, match=r"^Linear: expected no copy of a part of an installed model"):
+        copy.deepcopy(model.layers[0])
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(model)
+
+
+# ---- parameters taken away afterwards ----
+
+
+@pytest.mark.parametrize("take", ["delete", "weight_norm", "none"])
+def test_a_parameter_that_was_taken_away_is_named(take: str) -> None:
+    model = fsdp_hooks.install(fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (1,))))
+    layer = model[0]
+    assert hasattr(layer, "weight") and not hasattr(layer, "wait")
+    if take == "delete":
+        del layer.weight
+        assert not hasattr(layer, "weight")
+        with pytest.raises(AttributeError, match="parameter '0.weight': expected the one that was sharded"):
+            layer.weight = torch.ones(4, 4)
+    if take == "weight_norm":
+        nn.utils.parametrizations.weight_norm(layer)
+    if take == "none":
+        layer.register_parameter("weight", None)
+    with pytest.raises(InstallError, match=r"parameter '0.weight': .*found none.* come before fully_shard"):
+        model(torch.ones(2, 4))
