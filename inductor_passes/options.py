@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,9 +107,11 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     own = {key: given.pop(key) for key in list(given) if key in ours}
     unknown = sorted(key for key in given if not inductor_option_exists(key))
     if unknown:
+        near = [one for name in unknown for one in difflib.get_close_matches(name, ours, n=1)]
+        meant = f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
         raise OptionError(
             f"backend 'collective_identity' expects options among {', '.join(sorted(ours))}, or Inductor's own "
-            f"(torch._inductor.list_options()), found {', '.join(map(repr, unknown))}: remove or correct them"
+            f"(torch._inductor.list_options()), found {', '.join(map(repr, unknown))}{meant}: remove or correct them"
         )
     if mode:
         _one_of("mode", mode, tuple(mode_options()))

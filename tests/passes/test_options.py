@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from torch import fx
 
 from inductor_passes.device_policy import OperatorPolicy
 from inductor_passes.options import KINDS, BackendOptions, OptionError, parse_options
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def nothing(gm: fx.GraphModule) -> None: ...
@@ -84,7 +90,19 @@ def test_a_bad_value_is_refused(options: dict[str, Any], message: str) -> None:
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("name", ["buckets", "inductor", "triton", "triton.no_such"])
+def test_the_page_has_every_option_and_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| \S", (REPOSITORY / "docs" / "options.md").read_text(), re.MULTILINE)
+    options = {f.name: getattr(BackendOptions(), f.name) for f in dataclasses.fields(BackendOptions)}
+    del options["inductor"]
+    assert {name: ast.literal_eval(default) for name, default in rows} == options and len(rows) == len(options)
+
+
+def test_a_name_close_to_an_option_is_offered() -> None:
+    with pytest.raises(OptionError, match=r"found 'overlapp' \(did you mean 'overlap'\?\): remove or correct them$"):
+        parse_options({"overlapp": 1}, None)
+
+
+@pytest.mark.parametrize("name", ["blocks", "inductor", "triton", "triton.no_such"])
 def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(OptionError) as raised:
         parse_options({name: 1, "order": "graph"}, None)
