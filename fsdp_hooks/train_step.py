@@ -26,6 +26,7 @@ from .step_reshard import gather_again
 from .step_standing import Standing
 from .step_units import opened_once
 from .step_update import Update
+from .step_writes import Kept, check_writes
 
 Loss = Callable[..., Any]
 
@@ -70,7 +71,7 @@ class TrainStep:
                     "call optimizer.zero_grad() first, or leave optimizer out of trace_train_step to accumulate"
                 )
         with torch.no_grad():
-            results = (self._run or self.graph_module)(*self._inputs(found.tensors))
+            results = (self._run or self.graph_module)(*self._inputs(self._batch.laid_out(found.tensors)))
         if self._update.optimizer is None:
             self._hand_over(results[self._returned.num_leaves :])
         else:
@@ -187,7 +188,12 @@ def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
         return outputs
 
     Standing.of(model)
-    step.graph_module = gm = compat_step.traced(run, step._inputs(batch.tensors))
+    kept = Kept(model)
+    try:
+        step.graph_module = gm = compat_step.traced(run, step._inputs(batch.tensors))
+    finally:
+        changed = kept.put_back()
+    check_writes(changed, gm)
     step._standing = Standing.of(model)
     _check_random(gm, forward_ends, backward_ends)
     ci.normalize(gm)
