@@ -298,7 +298,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             if BINDINGS not in owner.__dict__:
                 owner.__dict__[BINDINGS] = {}
                 installation.bound.append(owner)
-        installation.watched.append(refusals.watch_gradient(found.param, plan.unit.name, found.fqn))
+        installation.watched.append(refusals.watch_gradient(found.param, found.group, plan.unit.name, found.fqn))
     plan.read_options()
 
 
