@@ -223,6 +223,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_options(model: nn.Module) -> None:
     """Refuse every option by name before FSDP2's lazy initialisation, which changes the model or complains itself."""
     names = attribute_names(model)
+    taken: dict[int, str] = {}
     gathered = 0
     roots = {id(root) for _, root in outermost(model)}
     for one in managed(model):
@@ -231,6 +232,7 @@ def _check_options(model: nn.Module) -> None:
             refusals.check_group(group, one.name)
         for found in parameters_of(one, names):
             refusals.check_param(found.param, one.name, found.fqn)
+            refusals.check_owner(found.param, one.name, found.fqn, taken)
             gathered += 1
     if not gathered:
         raise InstallError(

@@ -122,6 +122,17 @@ def check_param(param: Any, name: str, fqn: str) -> None:
         )
 
 
+def check_owner(param: Any, name: str, fqn: str, taken: dict[int, str]) -> None:
+    """Refuse a parameter that two ``fully_shard`` calls were given, as FSDP2 does in its first forward (torch 2.12)."""
+    number = compat.original_number(param)
+    if number is not None and taken.setdefault(number, fqn) != fqn:
+        refuse(
+            name,
+            f"a parameter shared across groups ({fqn!r} is {taken[number]!r}, which another fully_shard call has)",
+            "give both modules to one call, fully_shard([a, b]), or leave both to the call on the model",
+        )
+
+
 def warn_of_hooks(one: Managed, unit: Unit) -> None:
     """Warn of the user's hooks that eager FSDP2 runs between its casts and a captured module outside them."""
     own = {key for _, key in compat.hook_slots(one.state, one.name)}  # no two hooks of a process have one number
