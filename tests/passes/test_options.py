@@ -45,6 +45,7 @@ BAD = [
     ({"order": "size"}, "option 'order' expects one of 'param_group', 'graph', 'fqn', found 'size'"),
     ({"bucketing": 1}, "option 'bucketing' expects one of True, False, found 1"),
     ({"bucketing": None}, "option 'bucketing' expects one of True, False, found None"),
+    ({"kernels": "cuda"}, "option 'kernels' expects one of 'ops', 'triton', 'auto', found 'cuda'"),
     ({"dedup": True}, "option 'dedup' expects one of 'off', 'drop', 'refuse', found True"),
     ({"fusion": "tp"}, "option 'fusion' expects one of True, False, found 'tp'"),
     ({"mixed_dtypes": 0}, "option 'mixed_dtypes' expects one of True, False, found 0"),
@@ -108,8 +109,8 @@ def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
         "backend 'collective_identity' expects options among bucketing, cap_mb, coalesced, dedup, dump, fqns, "
-        "fusion, inner, kinds, mixed_dtypes, order, overlap, policy, pre_passes, reshard, strict_lite, or Inductor's "
-        f"own (torch._inductor.list_options()), found {name!r}: remove or correct them"
+        "fusion, inner, kernels, kinds, mixed_dtypes, order, overlap, policy, pre_passes, reshard, strict_lite, or "
+        f"Inductor's own (torch._inductor.list_options()), found {name!r}: remove or correct them"
     )
 
 
@@ -199,6 +200,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {"mixed_dtypes": True},
     {"coalesced": ["all_gather"]},
     {"dedup": "drop"},
+    {"kernels": "triton"},
     {"dedup": "refuse"},
     {"fusion": True},
     {"reshard": False},
