@@ -145,7 +145,7 @@ def warn_of_hooks(one: Managed, unit: Unit) -> None:
                 f"module {name!r}: has a forward hook that eager FSDP2 runs between the casts of its mp_policy and a "
                 "captured module outside them, so it sees other dtypes: register it on a module inside or around this "
                 "one",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
