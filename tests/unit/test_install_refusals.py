@@ -289,7 +289,7 @@ def test_a_hook_between_the_casts_of_mixed_precision_is_named(kind: str) -> None
         return fully_shard(made, mesh=mesh)
 
     both = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    with pytest.warns(UserWarning, match="module 'blocks.1': has a forward hook that eager FSDP2 runs between the cas") as warned:
+    with pytest.warns(UserWarning, match="module 'blocks.1': has a forward hook that eager FSDP2 runs bet") as warned:
         fsdp_hooks.install(model(both))
     assert warned[0].filename == __file__
     with warnings.catch_warnings():
