@@ -23,6 +23,7 @@ from torch import fx
 from . import artifacts, saved_graph
 from .agreement import AgreementResult, AgreementState, RanksDisagree
 from .codes import AGREEMENT_TIMEOUT, CODES, RANKS_DISAGREE, Code
+from .declared import Declared
 from .digest import CollectiveRow
 from .job import rank_and_ranks, run_and_restart
 from .places import place_of
@@ -66,6 +67,7 @@ class Ledger:
         self._mode = mode
         self.run_dir = run_dir
         self.session: int | None = None
+        self.models = Declared()
         self._lock = threading.RLock()
         self._records = Storage()
         self._graphs = 0
@@ -78,22 +80,27 @@ class Ledger:
         """Whether the session has ended."""
         return self._closed
 
-    def declare(self, expectation: Expectation) -> None:
-        """Record what a producer will emit; the same model name again replaces it."""
-        self._add(ExpectedRecord(expectation.model, expectation.world, tuple(expectation.rows)))
+    def declare(self, expectation: Expectation, module: object | None = None) -> None:
+        """Record what a producer will emit; the same model name, or module, again replaces it."""
+        with self._lock:
+            said, name = self.models.named(expectation, module)
+            self._add(ExpectedRecord(said.model, said.world, tuple(said.rows), name))
 
-    def begin_graph(self, kind: GraphKind, name: str, backend: str, *, lite: str = "off") -> GraphLog:
+    def begin_graph(
+        self, kind: GraphKind, name: str, backend: str, *, lite: str = "off", modules: tuple[str, ...] | None = None
+    ) -> GraphLog:
         """Start the log of one compile.
 
         `name` must be the same for the forward and the backward of one compile (Dynamo's compile id): the
-        report pairs them by it. `lite`: reported for a graph that never finishes. ValueError for an unknown kind.
+        report pairs them by it. `lite`: reported for a graph that never finishes. `modules`: whose graph it is,
+        from `Declared.of`; None where that is not known. ValueError for an unknown kind.
         """
         if kind not in get_args(GraphKind):
             raise ValueError(f"kind: expected one of {', '.join(get_args(GraphKind))}, found {kind!r}")
         with self._lock:
             number = self._graphs
             self._graphs += 1
-            self._add(GraphRecord(number, kind, name, backend, lite))
+            self._add(GraphRecord(number, kind, name, backend, lite, modules))
         return GraphLog(self, number, kind, name)
 
     def event(
@@ -107,6 +114,7 @@ class Ledger:
         """Close another ledger and declare what was declared there: models may be installed before
         `enable`."""
         other.close()
+        self.models.take_over(other.models)
         for record in other.records():
             if isinstance(record, ExpectedRecord):
                 self._add(record)

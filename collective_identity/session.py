@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
@@ -65,13 +66,23 @@ class Session:
             mode=mode, run_dir=self.run_dir, agreement_timeout=self.agreement_timeout, watch=watch
         )
 
-    def declare(self, expectation: Expectation) -> None:
-        """Say what a producer will emit; the same model name again replaces it."""
-        self.ledger.declare(expectation)
+    def declare(self, expectation: Expectation, module: object | None = None) -> None:
+        """Say what a producer will emit; the same model name again replaces it.
 
-    def begin_graph(self, kind: GraphKind, name: str, backend: str, *, lite: str = "off") -> GraphLog:
-        """Start the log of one compile; `name` is the same for the forward and backward of one compile."""
-        return self.ledger.begin_graph(kind, name, backend, lite=lite)
+        With the ``nn.Module`` itself two models of one class are two, and graphs are known by its parameters.
+        """
+        self.ledger.declare(expectation, module)
+
+    def begin_graph(
+        self, kind: GraphKind, name: str, backend: str, *, lite: str = "off", modules: tuple[str, ...] | None = None
+    ) -> GraphLog:
+        """Start the log of one compile; `name` is the same for the forward and backward of one compile, `modules` are
+        the declared models whose parameters it takes (`models_of`)."""
+        return self.ledger.begin_graph(kind, name, backend, lite=lite, modules=modules)
+
+    def models_of(self, inputs: Iterable[object]) -> tuple[str, ...] | None:
+        """The declared models to which some of these tensors belong as parameters; None when there is none."""
+        return self.ledger.models.of(inputs)
 
     def report(self) -> Report:
         """What this process has seen so far."""

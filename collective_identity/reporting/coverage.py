@@ -4,7 +4,7 @@ phase."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import codes
@@ -60,21 +60,22 @@ class _Want:
     unknown."""
 
     models: tuple[str, ...]
+    modules: tuple[str, ...]
     count: Mapping[Cell, int | None]
     buckets: Mapping[Cell, int | None]
     groups: Mapping[tuple[str, str, str | None], int | None]
 
 
-def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: bool) -> Coverage:
-    """Compare the steps with the declarations; `cached` when some graph of the run came from a cache.
+def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Coverage:
+    """Compare the steps with the declarations.
 
     A later declaration of a model replaces an earlier one; one without rows only takes it back.
     """
     latest = {record.model: record for record in declared}
     latest = {model: record for model, record in latest.items() if record.rows}
     wants = [_want((record,)) for record in latest.values()]
-    if len(wants) > 1:
-        wants.append(_want(tuple(latest.values())))
+    for several in _together(steps, latest.values()):
+        wants.append(_want(several))
     counted = [(step, tally(step)) for step in steps if step.known]
     holding = [(step, t) for step, t in counted if t.has_fsdp or any(t.malformed.values())]
     if (
@@ -93,10 +94,9 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
         return Coverage(rows, (), tuple(notes), shown[-1][1].other if shown else {}, len(steps))
 
     taken: dict[int, list[tuple[list[str], Step, Tally]]] = {}
-    whole = _split_over_graphs(holding, wants)
-    for step, t in [whole] if whole is not None else holding:
+    for step, t in _whole_steps(holding, wants):
         uses = {i: len(taken.get(i, ())) for i in range(len(wants))}
-        best = min(range(len(wants)), key=lambda i: (len(_differences(wants[i], step, t)), uses[i]))
+        best = min(_asked(step, wants), key=lambda i: (len(_differences(wants[i], step, t)), uses[i]))
         taken.setdefault(best, []).append((_differences(wants[best], step, t), step, t))
     failures = []
     for i, found in taken.items():
@@ -110,10 +110,11 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
         if not texts:
             _, step, t = max(reversed(found), key=lambda f: (f[1].kind == "training", len(f[1].phases)))
         shown_pairs.append((wants[i], step, t))
-    for want in wants[: len(latest)]:
+    for i, want in enumerate(wants[: len(latest)]):
         if want.models[0] in matched:
             continue
-        if cached:
+        hidden = any(_from_cache(step) and i in _asked(step, wants) for step in steps)
+        if hidden:
             notes.append(f"{want.models[0]}: from cache, so what was captured is unknown")
         elif not want.count:
             notes.append(f"{want.models[0]}: declared no collectives, and no graph holds any: one rank a group")
@@ -125,7 +126,7 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
                 f"found no compiled graph that holds any. {codes.NOT_CAPTURED.remedy}"
             )
         shown_pairs.append(
-            (want, Step(want.models[0], "training", (), frozenset() if cached else _ALL), _NOTHING)
+            (want, Step(want.models[0], "training", (), frozenset() if hidden else _ALL), _NOTHING)
         )
     rows = _rows(shown_pairs)
     notes += [
@@ -154,11 +155,47 @@ def _want(records: Sequence[ExpectedRecord]) -> _Want:
             buckets[cell] = _plus(buckets.get(cell, 0), row.buckets)
             key = (*cell, row.param_group)
             groups[key] = _plus(groups.get(key, 0), row.count)
-    return _Want(tuple(r.model for r in records), count, buckets, groups)
+    modules = tuple(sorted({r.module for r in records if r.module is not None}))
+    return _Want(tuple(r.model for r in records), modules, count, buckets, groups)
+
+
+def _together(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Iterator[tuple[ExpectedRecord, ...]]:
+    """The declarations that one step may hold at once: all, or of the models whose parameters it is known to take."""
+    records = tuple(declared)
+    newest = {record.module: record for record in records}
+    if len(records) > 1:
+        yield records
+    for names in dict.fromkeys(step.modules for step in steps if len(step.modules) > 1):
+        if names != tuple(sorted(newest, key=str)):
+            yield tuple(newest[name] for name in names if name in newest)
+
+
+def _asked(step: Step, wants: Sequence[_Want]) -> list[int]:
+    """The places of the wants that may speak of this step: those of its models, where these are known."""
+    own = [i for i, want in enumerate(wants) if want.modules and want.modules == step.modules]
+    return own or list(range(len(wants)))
+
+
+def _from_cache(step: Step) -> bool:
+    """Whether what the step holds is unknown because it came from a cache."""
+    return not step.known and any(graph.cached for graph in step.parts)
 
 
 def _plus(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
+
+
+def _whole_steps(
+    holding: Sequence[tuple[Step, Tally]], wants: Sequence[_Want]
+) -> Iterator[tuple[Step, Tally]]:
+    """The steps, and where a model was split over several graphs these as one; model by model where it is known."""
+    apart = all(len(step.modules) == 1 for step, _ in holding)
+    groups: dict[tuple[str, ...], list[tuple[Step, Tally]]] = {}
+    for pair in holding:
+        groups.setdefault(pair[0].modules if apart else (), []).append(pair)
+    for own in groups.values():
+        whole = _split_over_graphs(own, [wants[i] for i in _asked(own[0][0], wants)] if apart else wants)
+        yield from own if whole is None else (whole,)
 
 
 def _split_over_graphs(

@@ -67,23 +67,26 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRecord:
-    """One declared `Expectation`."""
+    """One declared `Expectation`; `module` is the name of the model itself, where the producer gave it."""
 
     model: str
     world: Mapping[str, Any]
     rows: tuple[ExpectedRow, ...]
+    module: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
     """A compile began. `graph` numbers the graphs of a section, `phase` is the kind given to
-    `begin_graph`, `lite` the lite state, where it is known by then."""
+    `begin_graph`, `lite` the lite state, where it is known by then, `modules` the declared models whose parameters
+    it takes."""
 
     graph: int
     phase: str
     name: str
     backend: str
     lite: str = "off"
+    modules: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

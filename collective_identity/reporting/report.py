@@ -206,7 +206,7 @@ def _rank_report(log: RankLog) -> RankReport:
     graphs = graphs_of(log.records)
     declared = [record for record in log.records if isinstance(record, ExpectedRecord)]
     events = [record for record in log.records if isinstance(record, EventRecord)]
-    coverage = cover(steps_of(graphs), declared, cached=any(graph.cached for graph in graphs))
+    coverage = cover(steps_of(graphs), declared)
     failures = list(coverage.failures)
     notes = list(coverage.notes)
     for graph in graphs:
