@@ -7,9 +7,11 @@ face for one compile. Both may be used from any thread: a lazy backward compiles
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -31,6 +33,7 @@ from .reporting.jsonl import RankLog, RankWriter
 from .reporting.records import (
     AgreementRecord,
     CapturedRecord,
+    EndRecord,
     EventRecord,
     Expectation,
     ExpectedRecord,
@@ -138,8 +141,11 @@ class Ledger:
             rank = records[0].rank if isinstance(records[0], RunRecord) else 0
             return RankLog(rank, records)
 
-    def close(self) -> None:
-        """Write what was never written (an empty run still leaves its `run` line) and close the file."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what was never written (an empty run still leaves its `run` line), the `end` line, and close the file.
+
+        A session that is open when Python ends is closed then.
+        """
         if self.service is not None:
             self.service.close()
         with self._lock:
@@ -147,10 +153,16 @@ class Ledger:
                 return
             if not self._records:
                 self._add_run()
+            text = None if error is None else f"{type(error).__name__}: {error}".split("\n")[0]
+            self._append(EndRecord(time.time(), text))
             self._closed = True
+            atexit.unregister(self._leave)
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
+
+    def _leave(self) -> None:
+        self.close(getattr(sys, "last_value", None))
 
     def _first(self, graph: int | None, key: tuple[object, ...]) -> bool:
         with self._lock:
@@ -177,6 +189,7 @@ class Ledger:
         if self.run_dir is not None and not self._closed:
             try:
                 self._writer = RankWriter(self.run_dir, rank)
+                atexit.register(self._leave)
             except OSError as error:
                 logger.warning(
                     "%s: no run file for rank %d (%s); the run goes on", self.run_dir, rank, error

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Literal, get_args
 
 from .ledger import Expectation, GraphKind, GraphLog, Ledger
+from .outside import say_nothing_compiled
 from .reporting.coverage import NOTHING_SEEN
 from .reporting.jsonl import read_run
 from .reporting.report import Report, build_report
@@ -88,12 +89,19 @@ class Session:
         """What this process has seen so far."""
         return build_report((self.ledger.rank_log(),), folder=False)
 
-    def close(self) -> None:
-        """Close the run file, say what went wrong; the records stay readable by `report`. Twice does no harm."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the run file, say what went wrong; the records stay readable by `report`. Twice does no harm.
+
+        With the `error` that ended the session nothing more is said: what is missing may be missing because of it.
+        """
         _HOLDER.release(self)
         if not self.ledger.closed:
-            self._say()
-        self.ledger.close()
+            say_nothing_compiled(self.ledger, failed=error is not None)
+            if error is None:
+                self._say()
+            else:
+                logger.info("end of session: by %s: %s", type(error).__name__, error)
+        self.ledger.close(error)
 
     def _say(self) -> None:
         """The end of the run in the log: one line, and a warning for each failure."""
@@ -125,7 +133,7 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.session.close(None if isinstance(error, SystemExit) and not error.code else error)
 
 
 def enable(

@@ -103,6 +103,7 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Coverage
         for _, step, t in found:
             failures += _differences(wants[i], step, t, short=True)
             notes += _beyond(wants[i], step, t)
+            notes += _never_again(wants[i], step, t)
     matched = {model for i in taken for model in wants[i].models}
     shown_pairs = []
     for i, found in taken.items():
@@ -123,7 +124,8 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Coverage
             failures.append(
                 f"{codes.NOT_CAPTURED.id} {codes.NOT_CAPTURED.slug}: {want.models[0]}: expected {n} "
                 f"collectives in a step, "
-                f"found no compiled graph that holds any. {codes.NOT_CAPTURED.remedy}"
+                f"found no compiled graph that holds any. torch.compile the whole model with "
+                "backend='collective_identity'"
             )
         shown_pairs.append(
             (want, Step(want.models[0], "training", (), frozenset() if hidden else _ALL), _NOTHING)
@@ -215,6 +217,21 @@ def _split_over_graphs(
 def _pieces(want: _Want, t: Tally) -> bool:
     """Whether no parameter group has more than was declared: graphs around a break, not one step compiled twice."""
     return all(n <= (want.groups.get(key, 0) or 0) for key, n in t.groups.items() if key[1] != "regather")
+
+
+def _never_again(want: _Want, step: Step, t: Tally) -> list[str]:
+    """The units of which backward gathers nothing again, where how much it should is not known."""
+    texts = []
+    for cell in (cell for cell, count in want.count.items() if count is None and cell[1] in step.phases):
+        open_ones = [key[2] for key, count in want.groups.items() if key[:2] == cell and count is None]
+        none = [name or "(root)" for name in open_ones if name is not None and not t.groups[cell[0], cell[1], name]]
+        if none and step.kind == "training":
+            more = f" and {len(none) - 8} more" if len(none) > 8 else ""
+            texts.append(
+                f"step {step.name}, {cell[0]}, {cell[1]}: {', '.join(none[:8])}{more}: resharded after forward, and "
+                "nothing gathered again: backward needs none of these parameters, or it kept them"
+            )
+    return texts
 
 
 def _beyond(want: _Want, step: Step, t: Tally) -> list[str]:

@@ -150,6 +150,14 @@ class AgreementRecord:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class EndRecord:
+    """The session was closed; `error` when an exception ended it. Without this line its process was killed, or runs."""
+
+    ended: float
+    error: str | None = None
+
+
 Record: TypeAlias = (
     RunRecord
     | ExpectedRecord
@@ -159,6 +167,7 @@ Record: TypeAlias = (
     | PassRecord
     | FinishRecord
     | AgreementRecord
+    | EndRecord
 )
 
 KINDS: Mapping[str, type[Any]] = types.MappingProxyType(
@@ -171,6 +180,7 @@ KINDS: Mapping[str, type[Any]] = types.MappingProxyType(
         "pass": PassRecord,
         "finish": FinishRecord,
         "agreement": AgreementRecord,
+        "end": EndRecord,
     }
 )
 _KIND_OF: Mapping[type[Any], str] = types.MappingProxyType({cls: kind for kind, cls in KINDS.items()})
