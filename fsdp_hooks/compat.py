@@ -235,6 +235,11 @@ def has_all_gather_extension(param: Any) -> bool:
     return hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
 
 
+def original_number(param: Any) -> int | None:
+    """The same for every ``FSDPParam`` made of one parameter; None where torch does not say (2.11)."""
+    return getattr(param, "_orig_param_uid", None)
+
+
 def hook_slots(state: Any, name: str) -> list[tuple[dict[int, Any], int]]:
     """Where FSDP2's own forward hooks are: the dict of each on its module, and the key in it."""
     handles = state._pre_forward_hook_handle, state._post_forward_hook_handle

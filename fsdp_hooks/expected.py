@@ -83,6 +83,20 @@ def declare_again(session: Session, expected: Expectation, model: nn.Module) -> 
     session.declare(expected, model)
 
 
+def declare_step(session: Session, model: nn.Module) -> None:
+    """Declare what the whole-step graph of ``model`` holds: gradients reduced in one buffer, as eager FSDP2 does.
+
+    What was declared for the model itself is taken back if nothing was compiled since: this step may be all there is.
+    """
+    expected = expected_collectives(model)
+    records = session.ledger.records()
+    alone = [at for at, r in enumerate(records) if isinstance(r, ExpectedRecord) and r.model == expected.model]
+    if alone and not any(isinstance(r, GraphRecord) for r in records[alone[-1] :]):
+        session.declare(replace(expected, rows=()))
+    rows = tuple(row if row.role == PARAM_UNSHARD else replace(row, count=row.buckets) for row in expected.rows)
+    declare_again(session, replace(expected, model=f"{expected.model} step", rows=rows))
+
+
 def _without(specs: Sequence[ParamSpec]) -> str:
     """Steps that leave communication out are declared beside those that do not."""
     said = {"none": ", some gradients not reduced", "shard": ", some gradients not all-reduced"}

@@ -84,28 +84,11 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
             installed or compiled already, or this torch's FSDP2 is unknown.
         UnsupportedOption: an FSDP2 option that capture does not honour; the message names module and option.
     """
-    compat.check_version()
-    _check_model(model)
-    check_outermost(model)
-    _check_options(model)
-    roots = outermost(model)
-    for name, root in roots:
-        compat.finish_lazy_init(root, name)
-    planned = _plan(model, {id(root) for _, root in roots})
+    planned = _checked(model)
     expected = expected_collectives(model)
     session = collective_identity.session.ensure(run_dir=run_dir)
 
-    installation = _Installation(tuple(planned))  # nothing below refuses
-    for plan in planned:
-        _take_over(installation, plan)
-        plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
-        plan.unit.check_waiting = functools.partial(_check_waiting, weakref.ref(model))
-        plan.unit.reset = functools.partial(_reset, weakref.ref(model))
-    touched = (*installation.managed, *installation.bound)
-    installation.classes = capture_by_class(touched, refusals.methods_of_installed)
-    model.__dict__[_INSTALLED] = installation
-    warn_of_stale_optimizers(model)
-
+    _capture(model, planned)  # nothing below refuses
     if expected.rows:  # one rank alone neither gathers nor reduces
         session.declare(expected, model)
     logger.info(
@@ -115,6 +98,35 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
         len(planned),
     )
     return model
+
+
+def install_undeclared(model: nn.Module) -> None:
+    """As :func:`install`, for a while: no report is to expect anything of it."""
+    _capture(model, _checked(model))
+
+
+def _checked(model: nn.Module) -> list[_Planned]:
+    compat.check_version()
+    _check_model(model)
+    check_outermost(model)
+    _check_options(model)
+    roots = outermost(model)
+    for name, root in roots:
+        compat.finish_lazy_init(root, name)
+    return _plan(model, {id(root) for _, root in roots})
+
+
+def _capture(model: nn.Module, planned: list[_Planned]) -> None:
+    installation = _Installation(tuple(planned))
+    for plan in planned:
+        _take_over(installation, plan)
+        plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
+        plan.unit.check_waiting = functools.partial(_check_waiting, weakref.ref(model))
+        plan.unit.reset = functools.partial(_reset, weakref.ref(model))
+    touched = (*installation.managed, *installation.bound)
+    installation.classes = capture_by_class(touched, refusals.methods_of_installed)
+    model.__dict__[_INSTALLED] = installation
+    warn_of_stale_optimizers(model)
 
 
 def is_installed(model: nn.Module) -> bool:
@@ -211,6 +223,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_options(model: nn.Module) -> None:
     """Refuse every option by name before FSDP2's lazy initialisation, which changes the model or complains itself."""
     names = attribute_names(model)
+    taken: dict[int, str] = {}
     gathered = 0
     roots = {id(root) for _, root in outermost(model)}
     for one in managed(model):
@@ -219,6 +232,7 @@ def _check_options(model: nn.Module) -> None:
             refusals.check_group(group, one.name)
         for found in parameters_of(one, names):
             refusals.check_param(found.param, one.name, found.fqn)
+            refusals.check_owner(found.param, one.name, found.fqn, taken)
             gathered += 1
     if not gathered:
         raise InstallError(
@@ -286,7 +300,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             if BINDINGS not in owner.__dict__:
                 owner.__dict__[BINDINGS] = {}
                 installation.bound.append(owner)
-        installation.watched.append(refusals.watch_gradient(found.param, plan.unit.name, found.fqn))
+        installation.watched.append(refusals.watch_gradient(found.param, found.group, plan.unit.name, found.fqn))
     plan.read_options()
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.distributed.own_gather import Float8Gathered
 
 WIDTH, OUT = 6, 4
+ONE_GROUP = "no parameter in two groups"  # torch 2.12 and later check it; 2.11 unties such a parameter
 
 
 class Block(nn.Module):
@@ -69,7 +71,7 @@ class Model(nn.Module):
             self.norm = nn.BatchNorm1d(WIDTH)
         if kind == "shift":
             self.shift = Shift()
-        if kind == "tied":
+        if kind.startswith("tied"):
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,9 +175,9 @@ def without_unshard_in_backward() -> nn.Module:
     return model
 
 
-def grouped() -> nn.Module:
+def grouped(kind: str = "") -> nn.Module:
     torch.manual_seed(0)
-    model = Model()
+    model = Model(kind)
     mesh = mesh_of()
     fully_shard(list(model.blocks), mesh=mesh)
     fully_shard([model.norm, model.head], mesh=mesh)
@@ -310,6 +312,8 @@ def surface() -> set[str]:
         found |= {f"{policy.__name__}.{field.name}" for field in dataclasses.fields(policy)}
     public = torch.distributed.fsdp._fully_shard
     functions = {name for name in public.__all__ if inspect.isfunction(getattr(public, name))} - {"fully_shard"}
+    if hasattr(FSDPState, "_validate_no_duplicate_params"):
+        found.add(ONE_GROUP)
     return found | functions
 
 
@@ -401,6 +405,8 @@ EQUAL: tuple[Row, ...] = (
     Row("a meta-device model, materialised before install", (), "as any other", build=meta_then_materialised),
     Row("buffers", (), "read as they are", build=lambda: sharded("buffers")),
     Row("a parameter that two modules share", (), "one gather, one reduction", build=lambda: sharded("tied")),
+    Row("a parameter shared across the modules of fully_shard([a, b])", (), "one gather, one reduction",
+        build=lambda: grouped("tied")),
     Row("checkpoint inside a fully_shard module", (), "recomputed in backward with the gathered parameters",
         build=lambda: sharded("checkpoint inside")),
     Row("selective checkpoint", (), "the same, as the policy says", build=lambda: sharded("selective")),
@@ -442,6 +448,8 @@ REFUSED: tuple[Row, ...] = (
     Row("dp_mesh_dims", ("fully_shard(dp_mesh_dims)", "DataParallelMeshDims.shard", "DataParallelMeshDims.replicate"),
         "", build=spmd, refuse=lambda model: None),
     Row("fsdp_pre_all_gather, fsdp_post_all_gather (float8)", (), "", build=float8_gathered, refuse=lambda model: None),
+    Row("a parameter shared across groups", (ONE_GROUP,), "", refuse=lambda model: None,
+        build=lambda: sharded("tied across")),
     Row("a model on the meta device", (), "", refuse=lambda model: None,
         build=lambda: fully_shard(nn.Linear(4, 4, device="meta"), mesh=mesh_of())),
     Row("set_keep_unsharded_storage(True)", option("set_keep_unsharded_storage"), "",

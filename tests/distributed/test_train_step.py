@@ -20,6 +20,7 @@ TWO = [
     Run("nested", "adamw", inside=False),
     Run("keep_after_forward", "adamw fused"),
     Run("checkpointed", "adamw"),
+    Run("twice", "adamw"),
     Run("uneven", "adamw", inside=False, options=EAGER),
     Run("uneven", "adamw foreach", options=EAGER, clip=True),
     Run("uneven", "adamw fused", options=EAGER),
@@ -30,7 +31,14 @@ MORE = [
     Run("uneven", "adamw foreach", clip=True),
     Run("uneven", "sgd", options=EAGER),
 ]
-FOUR = [Run("hybrid", "adamw foreach", clip=True), Run("tensor_parallel", "sgd", inside=False)]
+FOUR = [
+    Run("hybrid", "adamw foreach", clip=True),
+    Run("tensor_parallel", "sgd", inside=False),
+    Run("uneven", "adamw", clip=True),
+    Run("uneven", "adamw fused", options=EAGER),
+    Run("bf16", "adamw foreach"),
+    Run("twice", "adamw"),
+]
 
 
 def check(found: dict[str, dict[str, Any]]) -> None:
@@ -53,6 +61,9 @@ def test_two_ranks_replay_exactly() -> None:
     assert found["uneven, adamw, in the graph"]["captured"][PARAM_UNSHARD] == {
         "forward": 14, "regather": 8, "backward": 0
     }
+    assert found["twice, adamw, in the graph"]["captured"][PARAM_UNSHARD] == {
+        "forward": 26, "regather": 8, "backward": 0
+    }, "the second call of a block gathers again, as the backward of both does"
     assert found["keep_after_forward, adamw fused, in the graph"]["captured"][PARAM_UNSHARD]["regather"] == 0
 
 
@@ -64,10 +75,13 @@ def test_every_optimizer_replays_exactly() -> None:
 
 
 def test_four_ranks_replay_exactly() -> None:
+    """In one dimension as well: gloo adds up four numbers in an order that their place in the buffer decides."""
     found = launch(step_runs.replay, 4, FOUR, timeout=300)[0]
+    assert len(found) == len(FOUR)
     check(found)
-    hybrid, tensor = found.values()
-    assert hybrid["roles"][GRAD_REPLICATE_REDUCE] == 14
+    hybrid, tensor, *plain = found.values()
+    assert hybrid["roles"][GRAD_REPLICATE_REDUCE] == 3
+    assert {facts["roles"][GRAD_REDUCE_SHARD] for facts in (hybrid, *plain)} == {3}, "one a unit, as FSDP2's"
     assert tensor["unlabelled"] == 4, "tensor parallelism's own all-reduces"
 
 

@@ -51,6 +51,31 @@ def test_tracing_changes_nothing() -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
+def test_gradients_of_a_unit_are_reduced_in_one_buffer() -> None:
+    """As FSDP2 lays them out; the report expects that of a step, and of an installed model a reduction a parameter."""
+    model = sharded()
+    with ci.enable():
+        step = fsdp_hooks.trace_train_step(model, loss_fn, (torch.ones(2, 8),))
+        found = [ci.identity_of(node) for node in ci.start_nodes(step.graph_module)]
+        reduced = [(one.param_group, one.params) for one in found if one and one.role == ci.GRAD_REDUCE_SHARD]
+        assert reduced == [
+            ("blocks.1", ("blocks.1.weight", "blocks.1.bias")),
+            ("blocks.0", ("blocks.0.0.weight", "blocks.0.0.bias")),
+            ("", ("head.weight",)),
+        ]
+        fsdp_hooks.trace_train_step(model, loss_fn, (torch.ones(3, 8),))
+        assert ci.report().to_dict()["ok"] is True
+        fsdp_hooks.install(model)
+        torch.compile(model, backend="collective_identity", options=EAGER)(torch.ones(2, 8)).sum().backward()
+        fsdp_hooks.trace_train_step(model, loss_fn, (torch.ones(4, 8),))
+        report = ci.report().to_dict()
+        assert report["ok"] is True, report["failures"]
+        assert report["collectives"]["expected"][ci.GRAD_REDUCE_SHARD]["backward"] == 5 + 3
+    with ci.enable():
+        fsdp_hooks.trace_train_step(fsdp_hooks.install(sharded()), loss_fn, (torch.ones(2, 8),))
+        assert ci.report().to_dict()["ok"] is True
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
