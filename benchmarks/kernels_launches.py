@@ -61,11 +61,13 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _launched(tensors: int, group: str) -> tuple[int, int]:
+    gather = default_overload(Transport.ALL_GATHER)
+
     def gathered(*shards: torch.Tensor) -> list[torch.Tensor]:
         full = []
         for index, shard in enumerate(shards):
             with role_scope(PARAM_UNSHARD, producer="fsdp2", group=group, param_group="model", params=[f"w{index}"]):
-                start = default_overload(Transport.ALL_GATHER)(shard.bfloat16(), RANKS, group)
+                start = gather(shard.bfloat16(), RANKS, group)
             full.append(WAIT(start))
         return full
 
