@@ -3,8 +3,8 @@
 ``python -m benchmarks lite [--device cuda] [--model tiny]``: the dense model's forward and backward under
 ``aot_eager``, plain lite mode and this package's backend; and, on CUDA, a marked flex attention, which is compiled and
 therefore compared within a tolerance. ``ratio`` is the step time of ``aot_eager`` over our backend's. The rows
-``guard`` are the processor time of one guard around a pass that does nothing, on a graph of forward and backward in
-which every collective has its role, and on one in which every node is marked as well.
+``guard`` are the processor time of the guard around a pass that does nothing, the first of a row of passes and each
+that follows, on graphs of forward and backward in which every collective has its role, and with every node marked too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import inductor_passes
 from benchmarks.measure import best_of, parser, show
 from benchmarks.models import SHAPES, build
 from benchmarks.synthetic import training
-from inductor_passes.lite_mode import guarded
+from inductor_passes.lite_mode import Guard, guarded
 
 WAYS: dict[str, dict[str, Any]] = {
     "aot_eager": {"backend": "aot_eager"},
@@ -46,8 +46,8 @@ def main() -> int:
     device = torch.device(given.device)
     torch.backends.cuda.matmul.allow_tf32 = False
     failed = False
-    for marked in (False, True):
-        show(guard_cost(1000, marked=marked), as_json=given.json)
+    for nodes, marked in ((1000, False), (1000, True), (10_000, False), (10_000, True)):
+        show(guard_cost(nodes, marked=marked), as_json=given.json)
     with ci.enable(agreement_timeout=0):
         if device.type == "cuda":
             failed |= compare("flex_attention", flex(device), TOLERANCE, given.steps, as_json=given.json)
@@ -56,19 +56,29 @@ def main() -> int:
 
 
 def guard_cost(nodes: int, *, marked: bool) -> dict[str, Any]:
-    """Milliseconds per 1000 nodes of a snapshot, the hooks and the comparison; ``marked``: every node is."""
+    """Milliseconds per 1000 nodes: snapshot, hooks and comparison; hooks and comparison. ``marked``: every node is."""
     gm = training(nodes, explicit=True)
     for node in gm.graph.nodes:
         if marked:
             node.meta["custom"] = {**node.meta.get("custom", {}), "compile_with_inductor": 0}
 
-    def run() -> None:
+    guard = Guard()
+
+    def first() -> None:
         with guarded([gm], "nothing"):
             pass
 
-    found = len(gm.graph.nodes)
-    seconds, _ = best_of(50, run)
-    return {"case": "guard", "nodes": found, "marked": marked, "ms_per_1000_nodes": 1e6 * seconds / found}
+    def following() -> None:
+        with guard.around([gm], "nothing"):
+            pass
+
+    following()
+    found, times = len(gm.graph.nodes), 50 if nodes < 5000 else 20
+    costs = {
+        name: 1e6 * best_of(times, run)[0] / found
+        for name, run in (("ms_per_1000_nodes", first), ("following_ms_per_1000_nodes", following))
+    }
+    return {"case": "guard", "nodes": found, "marked": marked, **costs}
 
 
 Step = Callable[[], list[Tensor]]

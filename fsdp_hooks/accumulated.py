@@ -90,18 +90,19 @@ class Accumulated:
         """Gather; backward adds to these, or takes what is there. The forward that will communicate takes it.
 
         So does one that will not, where the sum is kept in a narrower dtype than the gradient's: autograd would cast
-        the gradient before it adds, FSDP2 casts the sum.
+        the gradient before it adds, FSDP2 casts the sum. A shard that gets no gradient is no leaf of that backward: its
+        accumulation hooks are not called, as in FSDP2.
         """
         dtype = args.param_dtype or shard.dtype
         kept = args.accumulate_dtype or dtype
         if args.sync == "none" and torch.promote_types(dtype, kept) == kept:
-            return unshard(shard, args, accumulator=self.unreduced)
+            return unshard(shard.detach(), args, accumulator=self.unreduced)
         pending = _take(self.unreduced)
         if args.sync != "all":
             if pending is not None:
                 self.taken = True
             leaf = self.unreduced if args.sync == "none" else self.reduced
-            return unshard(shard, args, accumulator=leaf, pending=pending)
+            return unshard(shard.detach(), args, accumulator=leaf, pending=pending)
         partial = _take(self.reduced)
         if pending is None and partial is None:
             return unshard(shard, args)

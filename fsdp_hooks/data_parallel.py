@@ -123,8 +123,9 @@ def data_parallel(
             undo.callback(below.move_back, below.root, [unit.name for _, unit in below.units], below.placed)
             below.move_below(prefix, record.root)
         for _, module, _ in inner:
-            session.declare(collective_identity.ledger.Expectation(model=type(module).__name__, world={}, rows=()))
-        session.declare(expected_collectives(model))
+            nothing = collective_identity.ledger.Expectation(model=type(module).__name__, world={}, rows=())
+            session.declare(nothing, module)
+        session.declare(expected_collectives(model), model)
         undo.pop_all()
     logger.info("%s of %s: %d parameters in %d units", mode, type(model).__name__, len(params), len(made))
     return model

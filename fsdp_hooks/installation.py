@@ -85,31 +85,15 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
             installed or compiled already, or this torch's FSDP2 is unknown.
         UnsupportedOption: an FSDP2 option that capture does not honour; the message names module and option.
     """
-    compat.check_version()
-    _check_model(model)
-    check_outermost(model)
-    _check_options(model)
-    roots = outermost(model)
-    for name, root in roots:
-        compat.finish_lazy_init(root, name)
-    planned = _plan(model, {id(root) for _, root in roots})
+    planned = _checked(model)
     expected = expected_collectives(model)
     session = collective_identity.session.ensure(run_dir=run_dir)
 
-    installation = _Installation(tuple(planned))
     with contextlib.ExitStack() as undo:
-        undo.callback(_give_back, model, installation)
-        for plan in planned:
-            _take_over(installation, plan)
-            plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
-            plan.unit.check_waiting = functools.partial(_check_waiting, weakref.ref(model))
-            plan.unit.reset = functools.partial(_reset, weakref.ref(model))
-        touched = (*installation.managed, *installation.bound)
-        capture_by_class(touched, installation.classes, refusals.methods_of_installed)
-        model.__dict__[_INSTALLED] = installation
+        _capture(model, planned, undo)
         warn_of_stale_optimizers(model)
         if expected.rows:  # one rank alone neither gathers nor reduces
-            session.declare(expected)
+            session.declare(expected, model)
         undo.pop_all()
     logger.info(
         "installed on %s: %d attributes read through %d fully_shard modules",
@@ -118,6 +102,39 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
         len(planned),
     )
     return model
+
+
+def install_undeclared(model: nn.Module) -> None:
+    """As :func:`install`, for a while: no report is to expect anything of it."""
+    with contextlib.ExitStack() as undo:
+        _capture(model, _checked(model), undo)
+        warn_of_stale_optimizers(model)
+        undo.pop_all()
+
+
+def _checked(model: nn.Module) -> list[_Planned]:
+    compat.check_version()
+    _check_model(model)
+    check_outermost(model)
+    _check_options(model)
+    roots = outermost(model)
+    for name, root in roots:
+        compat.finish_lazy_init(root, name)
+    return _plan(model, {id(root) for _, root in roots})
+
+
+def _capture(model: nn.Module, planned: list[_Planned], undo: contextlib.ExitStack) -> None:
+    """Put capture in FSDP2's place; ``undo`` learns how to take it out again."""
+    installation = _Installation(tuple(planned))
+    undo.callback(_give_back, model, installation)
+    for plan in planned:
+        _take_over(installation, plan)
+        plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
+        plan.unit.check_waiting = functools.partial(_check_waiting, weakref.ref(model))
+        plan.unit.reset = functools.partial(_reset, weakref.ref(model))
+    touched = (*installation.managed, *installation.bound)
+    capture_by_class(touched, installation.classes, refusals.methods_of_installed)
+    model.__dict__[_INSTALLED] = installation
 
 
 def is_installed(model: nn.Module) -> bool:
@@ -136,7 +153,7 @@ def _read_options_again(root: weakref.ref[nn.Module]) -> None:
     for plan in _plans_of(model):
         plan.read_options()
     if model is not None and _plans_of(model):
-        declare_again(collective_identity.session.ensure(), expected_collectives(model))
+        declare_again(collective_identity.session.ensure(), expected_collectives(model), model)
 
 
 def _check_waiting(root: weakref.ref[nn.Module]) -> None:
@@ -220,6 +237,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_options(model: nn.Module) -> None:
     """Refuse every option by name before FSDP2's lazy initialisation, which changes the model or complains itself."""
     names = attribute_names(model)
+    taken: dict[int, str] = {}
     gathered = 0
     roots = {id(root) for _, root in outermost(model)}
     for one in managed(model):
@@ -228,6 +246,7 @@ def _check_options(model: nn.Module) -> None:
             refusals.check_group(group, one.name)
         for found in parameters_of(one, names):
             refusals.check_param(found.param, one.name, found.fqn)
+            refusals.check_owner(found.param, one.name, found.fqn, taken)
             gathered += 1
     if not gathered:
         raise InstallError(
@@ -295,7 +314,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             if BINDINGS not in owner.__dict__:
                 owner.__dict__[BINDINGS] = {}
                 installation.bound.append(owner)
-        handle = refusals.watch_gradient(found.param, plan.unit.name, found.fqn)
+        handle = refusals.watch_gradient(found.param, found.group, plan.unit.name, found.fqn)
         installation.watched += [] if handle is None else [handle]
     plan.read_options()
 

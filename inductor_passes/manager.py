@@ -12,7 +12,7 @@ from collective_identity import collective_table
 from collective_identity.losses import Loss, record_losses, snapshot
 
 from .contract import GraphPass, LiteBehaviour, PassContext, PassOutcome
-from .lite_mode import LiteState, check_result, guarded, lite_parts, lite_state
+from .lite_mode import Guard, LiteState, check_result, lite_parts, lite_state
 
 logger = logging.getLogger("collective_identity.inductor_passes")
 
@@ -69,10 +69,10 @@ class Pipeline:
             PassError: a pass raised, or left an invalid graph.
         """
         changed_any = False
-        regions = lite_parts(gm)  # before any pass: none can make a region another
+        regions, guard = lite_parts(gm), Guard()  # before any pass: none can make a region another
         for one in self.passes:
             if self._may_run(one, context):
-                changed_any |= self._run_one(one, gm, context, regions)
+                changed_any |= self._run_one(one, gm, context, regions, guard)
         if changed_any:
             gm.recompile()  # once: passes read the graph, not its code
         return changed_any
@@ -83,13 +83,13 @@ class Pipeline:
 
     @staticmethod
     def _run_one(
-        one: GraphPass, gm: fx.GraphModule, context: PassContext, regions: tuple[fx.GraphModule, ...]
+        one: GraphPass, gm: fx.GraphModule, context: PassContext, regions: tuple[fx.GraphModule, ...], guard: Guard
     ) -> bool:
         name = one.contract.name
         before = role_counts(gm)
         start = time.perf_counter()
         try:
-            outcome = _guarded_run(one, gm, context, regions)
+            outcome = _guarded_run(one, gm, context, regions, guard)
             if outcome.changed:
                 gm.graph.lint()
         except Exception as error:
@@ -104,7 +104,7 @@ class Pipeline:
 
 
 def _guarded_run(
-    one: GraphPass, gm: fx.GraphModule, context: PassContext, regions: tuple[fx.GraphModule, ...]
+    one: GraphPass, gm: fx.GraphModule, context: PassContext, regions: tuple[fx.GraphModule, ...], guard: Guard
 ) -> PassOutcome:
     """Nothing may change in lite mode and its ``regions``; in an observe session, except what belongs to capture."""
     name, lite = one.contract.name, context.lite is not LiteState.OFF
@@ -113,7 +113,7 @@ def _guarded_run(
     else:
         fixed = regions
     why = "lite mode" if lite or not context.observe else "an observe session"
-    with guarded(fixed, name, why=why):
+    with guard.around(fixed, name, why=why):
         outcome = one(gm, context)
     if fixed:
         check_result(outcome, gm, name, why=why)
@@ -141,11 +141,12 @@ def run_user_passes(
     """
     vanished: list[tuple[str, Loss, fx.Node]] = []
     parts, lite = lite_parts(gm), lite_state(gm)  # before any pass: none can make the graph another
+    guard = Guard()
     for one in passes:
         name = getattr(one, "__qualname__", type(one).__qualname__)
         before = snapshot(gm)
         try:
-            with guarded(parts, name):
+            with guard.around(parts, name):
                 result = one(gm)
             if lite is not LiteState.OFF:
                 check_result(result, gm, name)

@@ -3,7 +3,8 @@
 ``python -m tests.lite_programs --programs 1000 --seed 0``: views, mutation of inputs and intermediates, dropout,
 mixed dtypes, dynamic shapes, collectives (a one-rank gloo group). Programs are compiled in bundles, which shares the
 cost of a compile; a bundle that differs or raises is run one by one, and the seed of each program that does is printed.
-Every third bundle is compiled for any size and run on two.
+Every third bundle is compiled for any number of rows and run with two. Most programs are short, as a second run of
+the same steps in other company finds less than a new program.
 
 ``aot_eager`` has two faults of torch's own. With the merging of equal operators it takes two draws of ``randn_like``
 for one until torch 2.14 (docs/upstream/cse-random-like.md). Without it, more often than with it, the gradient of a
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ import collective_identity as ci
 import inductor_passes  # noqa: F401  (makes the backend known)
 
 BUNDLE = 5  # of 25 a program takes four times as long
+LENGTHS = (1, 1, 2, 2, 2, 3, 3, 6)
+MUTATING = "mutate_input"
 ROWS, COLUMNS = 4, 6
 Step = Callable[[Tensor, Tensor, Any], Tensor]
 
@@ -101,18 +105,22 @@ class Program:
     def steps(self) -> list[tuple[str, float]]:
         """Names and numbers, in order."""
         choose = random.Random(self.seed)
-        return [(choose.choice(sorted(STEPS)), choose.choice([0.5, 1.0, 3.0])) for _ in range(choose.randint(2, 6))]
+        length = choose.choice(LENGTHS)
+        return [(choose.choice(sorted(STEPS)), choose.choice([0.5, 1.0, 3.0])) for _ in range(length)]
+
+    @property
+    def mutates(self) -> bool:
+        """Whether a step writes into the buffer."""
+        return any(name == MUTATING for name, _ in self.steps())
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor]:
         """A leaf that needs its gradient, and a buffer that may be mutated; float32 ``[rows, COLUMNS]``."""
         made = torch.Generator().manual_seed(self.seed)
         first, second = (torch.randn(rows, COLUMNS, generator=made) for _ in range(2))
+        if self.dynamic:
+            for one in (first, second):
+                torch._dynamo.mark_dynamic(one, 0)
         return first.requires_grad_(), second
-
-
-def _step(name: str, x: Tensor, other: Tensor, number: float) -> Tensor:
-    """One step; only what is there to mutate gets the buffer itself, which autograd may have saved elsewhere."""
-    return STEPS[name](x, other if name == "mutate_input" else other.clone(), number)
 
 
 def results(programs: Sequence[Program], rows: int, **how: Any) -> list[list[Tensor]]:
@@ -122,18 +130,23 @@ def results(programs: Sequence[Program], rows: int, **how: Any) -> list[list[Ten
     """
     torch._dynamo.reset()
     dynamic = programs[0].dynamic
-    plans = [program.steps() for program in programs]  # Dynamo should not trace the random choice
+    # Dynamo should not trace the random choice. Autograd may have saved a buffer before a later step writes into it:
+    # then only that step gets the buffer itself.
+    plans = [
+        [(STEPS[name], number, program.mutates and name != MUTATING) for name, number in program.steps()]
+        for program in programs
+    ]
 
     def bundle(inputs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         found: list[tuple[Tensor, Tensor]] = []
         for plan, (x, other) in zip(plans, inputs, strict=True):
-            y = x * 1
-            for name, number in plan:
-                y = _step(name, y, other, number)
+            y = x
+            for step, number, copied in plan:
+                y = step(y, other.clone() if copied else other, number)
             found.append((y, x.t()))
         return found
 
-    compiled = torch.compile(bundle, dynamic=dynamic, fullgraph=True, **how)
+    compiled = torch.compile(bundle, dynamic=None if dynamic else False, fullgraph=True, **how)
     collected: list[list[Tensor]] = [[] for _ in programs]
     for size in (rows, rows + 1) if dynamic else (rows,):
         inputs = [program.inputs(size) for program in programs]
@@ -150,7 +163,7 @@ def differing(programs: Sequence[Program], **lite: Any) -> list[Program]:
     """The programs whose results in lite mode are not those of ``aot_eager``, bit for bit."""
     found = results(programs, ROWS, **lite)
     wrong = _unlike(programs, found, merging=False)
-    mutating = [p for p in wrong if any(name == "mutate_input" for name, _ in p.steps())]
+    mutating = [p for p in wrong if p.mutates]
     if not mutating:
         return wrong
     again = _unlike(programs, found, merging=True)
@@ -185,13 +198,22 @@ def world() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run(count: int, seed: int, **lite: Any) -> Iterator[tuple[Program, str]]:
-    """Compare ``count`` programs from ``seed`` on; those that differ or raise, alone as well as bundled, and how."""
-    for _, bundle in itertools.groupby(map(Program, range(seed, seed + count)), lambda program: program.bundle):
-        group = list(bundle)
-        if together := _wrong(group, **lite):
-            alone = [_wrong([program], **lite) for program in group]
-            yield from ({program: said for one in alone for program, said in one.items()} or together).items()
+def bundles(count: int, seed: int) -> Iterator[list[Program]]:
+    """``count`` programs from ``seed`` on, as they are compiled."""
+    for _, group in itertools.groupby(map(Program, range(seed, seed + count)), lambda program: program.bundle):
+        yield list(group)
+
+
+def wrong_of(bundle: Sequence[Program], **lite: Any) -> Iterator[str]:
+    """What is wrong with programs of one bundle, a line each, with the command that repeats it.
+
+    Each is run alone as well; one that is wrong in company only is named with its bundle.
+    """
+    together = _wrong(bundle, **lite)
+    alone = {} if not together else {p: said for one in bundle for p, said in _wrong([one], **lite).items()}
+    for program, said in (alone or together).items():
+        first, count = (program.seed, 1) if alone else (bundle[0].seed, len(bundle))
+        yield f"{said}: python -m tests.lite_programs --programs {count} --seed {first}: {program.steps()}"
 
 
 def _wrong(programs: Sequence[Program], **lite: Any) -> dict[Program, str]:
@@ -208,15 +230,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no bundle after so many")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    wrong = 0
+    start, compared, wrong = time.monotonic(), 0, 0
     with world(), ci.enable(agreement_timeout=0):
         how: dict[str, Any] = {"backend": "collective_identity", "options": {"strict_lite": True}}
-        for program, said in run(given.programs, given.seed, **how):
-            wrong += 1
-            print(f"{said}: --programs 1 --seed {program.seed}: {program.steps()}", flush=True)
-    print(f"{given.programs} programs from seed {given.seed}: {wrong} differ from aot_eager or raise")
+        for group in bundles(given.programs, given.seed):
+            if time.monotonic() - start > given.seconds:
+                break
+            for line in wrong_of(group, **how):
+                wrong += 1
+                print(line, flush=True)
+            compared += len(group)
+    print(f"{compared} programs from seed {given.seed}: {wrong} differ from aot_eager or raise")
     return int(bool(wrong))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .decompose import OneTraceTable, Selection, select
-from .guard import LiteViolation, check_result, guarded
+from .guard import Guard, LiteViolation, check_result, guarded
 from .lowering import LiteUnsupported, prepare
 from .marks import is_marked, marks_digest
 from .plain import one_trace
@@ -11,6 +11,7 @@ from .preset import strict_lite_options
 from .state import LiteState, lite_parts, lite_state
 
 __all__ = [
+    "Guard",
     "LiteState",
     "LiteUnsupported",
     "LiteViolation",

@@ -141,6 +141,25 @@ def test_in_a_compile(
     assert f"CI030 mixed: {codes.DROPPED_MIXED.text}" in caplog.text and f"pass {CSE}" in caplog.text
 
 
+def test_one_that_backward_needs_and_one_that_it_does_not(session: ci.Handle, group: str) -> None:
+    """Whether torch merges them depends on its version; what is reported does as well."""
+
+    def f(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with ci.role_scope(PARAM_UNSHARD, producer="p"):
+            one = gathered(w, group)
+        with ci.role_scope(OTHER, producer="p"):
+            two = gathered(w, group)
+        return (x @ one).sin().sum(), two.cos().sum()
+
+    compiled = torch.compile(f, backend="collective_identity", fullgraph=True, options={"inner": "aot_eager"})
+    compiled(torch.randn(4, 8), torch.randn(3, 8, requires_grad=True))[0].backward()
+    (graph,) = [one for one in session.report().to_dict()["graphs"] if one["phase"] == "forward"]
+    if torch.__version__ >= "2.14":
+        assert graph["after"] == {PARAM_UNSHARD: 1, OTHER: 1}
+    else:
+        assert not set(graph["after"]) & {PARAM_UNSHARD, OTHER} and sum(graph["after"].values()) == 1
+
+
 @pytest.mark.parametrize("partitioner", ["min-cut", "the user's"])
 def test_only_a_partitioner_that_is_known_to_merge_settles(partitioner: str, group: str) -> None:
     gm = traced(group, *BOTH)

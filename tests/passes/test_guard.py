@@ -12,6 +12,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 
+import inductor_passes.lite_mode.guard as guard_module
 from inductor_passes.contract import LiteBehaviour, PassContext, PassContract, PassOutcome
 from inductor_passes.lite_mode import LiteState, LiteViolation, check_result, guarded, lite_parts
 from inductor_passes.manager import PassError, Pipeline, ScheduleError, run_user_passes
@@ -137,6 +138,69 @@ def test_a_returned_module_is_caught() -> None:
     gm = graph()
     check_result(gm, gm, "the same is fine")
     check_result(None, gm, "so is nothing")
+
+
+def quiet(name: str = "quiet") -> Planted:
+    return Planted(lambda gm: None, name=name)
+
+
+def test_a_row_of_passes_shares_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[fx.GraphModule] = []
+
+    class Counted(guard_module.Snapshot):
+        def __init__(self, gm: fx.GraphModule) -> None:
+            taken.append(gm)
+            super().__init__(gm)
+
+    monkeypatch.setattr(guard_module, "Snapshot", Counted)
+    gm = graph()
+    Pipeline([quiet("one"), quiet("two"), quiet("three")]).run(gm, CONTEXT)
+    assert taken == [gm, gm.inside]
+    run_user_passes(gm, [lambda gm: None, lambda gm: None])
+    assert taken == [gm, gm.inside], "outside lite mode there is nothing to guard"
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_a_change_is_caught_in_a_later_pass_as_well(name: str) -> None:
+    with pytest.raises(PassError, match="'planted' must not change the graph in lite mode"):
+        Pipeline([quiet(), Planted(CHANGES[name])]).run(graph(), CONTEXT)
+
+
+def test_what_capture_marked_is_given_to_the_next_pass() -> None:
+    mark = Planted(CHANGES["recompute_mark"], name="reshard", lite=LiteBehaviour.CAPTURE)
+    Pipeline([quiet("one"), mark, quiet("two")]).run(graph(), CONTEXT)
+    unmark = Planted(lambda gm: find(gm, aten.neg.default).meta.pop("recompute"))
+    with pytest.raises(PassError, match="'planted' .* recompute of neg_default was 2, is None"):
+        Pipeline([quiet(), mark, unmark]).run(graph(), CONTEXT)
+
+
+def test_what_an_unguarded_pass_wrote_is_given_to_the_next() -> None:
+    observed = dataclasses.replace(CONTEXT, lite=LiteState.OFF, observe=True)
+    gm = graph()
+    Pipeline([quiet("one"), Planted(insert, lite=LiteBehaviour.CAPTURE), quiet("two")]).run(gm, observed)
+    assert find(gm, aten.abs.default)
+    with pytest.raises(PassError, match="'planted' must not change the graph in an observe session"):
+        capture = Planted(insert, name="capture", lite=LiteBehaviour.CAPTURE)
+        Pipeline([quiet(), capture, Planted(move)]).run(graph(), observed)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_annotations_that_someone_else_holds_now(edited: bool) -> None:
+    """How often a value is referenced is no change, and hides none."""
+    gm, held = graph(), []
+
+    def hold(gm: fx.GraphModule) -> None:
+        deep = find(gm, aten.neg.default).meta["custom"]["deep"]
+        held.extend([deep, deep["a"], *deep])
+        if edited:
+            deep["a"][0] = True  # equals 1
+
+    passes = [Planted(hold), quiet()]
+    if edited:
+        with pytest.raises(PassError, match=r"'planted' .*\[1\].*, is .*\[True\].* \(edited"):
+            Pipeline(passes).run(gm, CONTEXT)
+    else:
+        Pipeline(passes).run(gm, CONTEXT)
 
 
 @pytest.mark.parametrize("lite", [LiteState.PARTIAL, LiteState.REGION])

@@ -74,7 +74,7 @@ def test_a_failure_leaves_the_model_as_it_was(
         if cause == "ledger":
             wanted = OSError
 
-            def declare(self: Any, expectation: Any) -> None:
+            def declare(self: Any, *args: Any) -> None:
                 raise OSError("no space left on device")
 
             patch.setattr(session.Session, "declare", declare)

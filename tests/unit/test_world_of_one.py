@@ -103,7 +103,7 @@ def test_an_uneven_parameter_can_be_changed_in_place(monkeypatch: pytest.MonkeyP
         predivide=None, postdivide=None, param_dtype=None, reduce_dtype=None, reshard_after_forward=False,
     )  # fmt: skip
     monkeypatch.setattr("fsdp_hooks.operator._gather", lambda x, a: torch.cat((x, x)))
-    monkeypatch.setattr("fsdp_hooks.operator._reduce", lambda x, a: x[:2])
+    monkeypatch.setattr("fsdp_hooks.operator._reduce", lambda x, a, params: x[:2])
     monkeypatch.setattr("fsdp_hooks.operator.WAIT", lambda x: x)
     shard = torch.tensor([1.0, 2.0], requires_grad=True)
     full = unshard(shard, args)
