@@ -26,6 +26,7 @@ from . import compat_checkpoint
 from .accumulated import Accumulated
 from .captured_copies import reducing
 from .errors import InstallError
+from .misuse import copied, explained, replaced
 from .operator import unshard
 from .spec import ParamSpec
 
@@ -237,8 +238,10 @@ def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
         depth = unit.depth
         try:  # a graph break below: Dynamo leaves this frame to Python and goes on in those it calls
             return run(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             unit.fall_back(depth)
+            if (said := explained(error, unit.name)) is not None:
+                raise said from error
             raise
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +262,7 @@ def _reader(name: str) -> property:
         return self.__dict__[BINDINGS][name].read(self._parameters[name])
 
     def put(self: nn.Module, value: Any) -> None:
-        raise AttributeError(_replaced(self, name, f"a {type(value).__name__}"))
+        raise AttributeError(replaced(self.__dict__[BINDINGS][name].spec.fqn, f"a {type(value).__name__}"))
 
     return property(get, put)
 
@@ -267,24 +270,14 @@ def _reader(name: str) -> property:
 def _held(module: nn.Module, name: str) -> Any:
     param = module._parameters.get(name)
     if param is None:
-        raise InstallError(_replaced(module, name, "none"))
+        raise InstallError(replaced(module.__dict__[BINDINGS][name].spec.fqn, "none"))
     return param
-
-
-def _replaced(module: nn.Module, name: str, found: str) -> str:
-    return (
-        f"parameter {module.__dict__[BINDINGS][name].spec.fqn!r}: expected the one that was sharded, found {found} in "
-        "its place: prune, weight_norm and whatever else takes parameters away come before fully_shard or data_parallel"
-    )
 
 
 def _check_copied(module: nn.Module) -> None:
     units = [binding.unit for binding in module.__dict__.get(BINDINGS, {}).values()]
     if any(unit.options_changed is not None for unit in units):
-        raise InstallError(
-            f"{type(module).__name__}: expected no copy of a part of an installed model, as FSDP2 has none of the "
-            "whole: use its state_dict(), or call fsdp_hooks.uninstall first"
-        )
+        raise InstallError(copied(type(module).__name__))
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

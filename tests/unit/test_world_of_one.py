@@ -200,3 +200,32 @@ def test_a_parameter_that_was_taken_away_is_named(take: str) -> None:
         layer.register_parameter("weight", None)
     with pytest.raises(InstallError, match=r"parameter '0.weight': .*found none.* come before fully_shard"):
         model(torch.ones(2, 4))
+
+
+# ---- forwards that meet a shard ----
+
+
+class Penalised(nn.Module):
+    """Reads a weight by `parameters()`, or a child's when that has returned."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.child, self.linear, self.way = nn.Linear(4, 4), nn.Linear(4, 4), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.child(self.linear(x))
+        if self.way == "parameters":
+            return x + next(self.linear.parameters())
+        return x @ self.child.weight
+
+
+@pytest.mark.parametrize("way", ["parameters", "child"])
+def test_a_forward_that_computes_with_a_shard_is_told_so(way: str) -> None:
+    mesh, outer = init_device_mesh("cpu", (1,)), nn.Sequential(Penalised(way))
+    fully_shard(outer[0].child, mesh=mesh, reshard_after_forward=False)
+    fully_shard(outer[0], mesh=mesh)
+    fsdp_hooks.install(fully_shard(outer, mesh=mesh))
+    with pytest.raises(InstallError) as raised:
+        outer(torch.ones(2, 4))
+    assert str(raised.value).startswith("module '0': expected its forward to read full parameters, found a sharded one")
+    assert str(raised.value).count("got mixed torch.Tensor and DTensor") == 1
