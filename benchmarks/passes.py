@@ -37,8 +37,9 @@ def coalesce(gm: fx.GraphModule) -> int:
 
 def overlap(gm: fx.GraphModule) -> int:
     """Every gather starts a unit ahead, every reduction is waited for a unit later."""
-    plan = plan_overlap(gm, ahead=1)
-    assert apply_overlap(gm, plan)
+    with collector_paused():
+        plan = plan_overlap(gm, ahead=1)
+        assert apply_overlap(gm, plan)
     return len(plan.started) + len(plan.delayed)
 
 
