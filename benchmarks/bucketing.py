@@ -9,6 +9,7 @@ for 1000 gathers.
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from collective_identity.compat import collector_paused
 from inductor_passes.bucketing import apply_plan, plan_buckets
 
 from . import synthetic
-from .measure import best_of, growing, on_fresh_graphs, one_process, parser, peak_mb, show
+from .measure import best_of, growing, on_fresh_graphs, one_process, parser, peak_mb, show, too_fast
 
 
 def gathers(count: int, group: str, *, per_unit: int | None = None) -> fx.GraphModule:
@@ -71,9 +72,13 @@ def main() -> int:
         ours(50, group)  # fill torch's caches
         mine = ours(given.gathers, group, times=3)
         show({"what": "one bucket", **mine}, as_json=given.json)
+        rows = []
         for row in growing(given.large, lambda count: ours(count, group, per_unit=50)):
-            show({"what": "units of 50", **row}, as_json=given.json)
+            rows.append({"what": "units of 50", **row})
+            show(rows[-1], as_json=given.json)
         theirs = torchs(given.gathers, group)
         last = {"what": "one bucket, torch beside ours", **mine, **theirs}
         show({**last, "ratio": theirs["torch_s"] / mine["seconds"]}, as_json=given.json)
-    return 0
+    wrong = too_fast(rows)
+    print("".join(f"{line}\n" for line in wrong), end="", file=sys.stderr)
+    return 1 if wrong else 0

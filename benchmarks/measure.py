@@ -7,7 +7,7 @@ import gc
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,6 +16,9 @@ from torch import fx
 from collective_identity import start_nodes
 
 T = TypeVar("T")
+
+AT_MOST, LARGE = 12, 10_000
+"""Times the seconds for ten times the collectives, from graphs that large on; smaller ones are too quick to tell."""
 
 
 def best_of(times: int, run: Callable[[], T]) -> tuple[float, T]:
@@ -56,6 +59,17 @@ def growing(large: int, run: Callable[[int], dict[str, Any]]) -> Iterator[dict[s
         growth = {} if before is None else {"times_the_seconds_for_10_times_the_graph": row["seconds"] / before}
         before = row["seconds"]
         yield {**row, **growth}
+
+
+def too_fast(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """What is wrong with the growth of `growing`'s rows; a benchmark that finds something fails."""
+    growth = "times_the_seconds_for_10_times_the_graph"
+    return [
+        f"{row['what']}: {row['collectives']} collectives took {row[growth]:.1f} times a tenth's seconds, at most "
+        f"{AT_MOST} expected"
+        for row in rows
+        if row.get(growth, 0) > AT_MOST and row["collectives"] >= 0.99 * LARGE
+    ]
 
 
 def peak_mb() -> float:

@@ -88,14 +88,17 @@ class Accumulated:
         return any(leaf is not None and leaf.grad is not None for leaf in (self.unreduced, self.reduced))
 
     def unshard(self, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
-        """Gather; backward adds to these, or takes what is there. The forward that will communicate takes it."""
+        """Gather; backward adds to these, or takes what is there. The forward that will communicate takes it.
+
+        A shard that gets no gradient is no leaf of that backward: its accumulation hooks are not called, as in FSDP2.
+        """
         if args.sync == "none":
-            return unshard(shard, args, accumulator=self.unreduced)
+            return unshard(shard.detach(), args, accumulator=self.unreduced)
         pending = _take(self.unreduced)
         if args.sync == "shard":
             if pending is not None:
                 self.taken = True
-            return unshard(shard, args, accumulator=self.reduced, pending=pending)
+            return unshard(shard.detach(), args, accumulator=self.reduced, pending=pending)
         partial = _take(self.reduced)
         if pending is None and partial is None:
             return unshard(shard, args)

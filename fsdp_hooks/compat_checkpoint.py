@@ -16,8 +16,16 @@ _SELECTING = _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
 def recomputing() -> bool:
-    """True in code that autograd runs in backward, outside any compile: an activation checkpoint's second forward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    """True in an activation checkpoint's second forward, outside any compile; not in a hook that backward calls.
+
+    Both run under autograd's engine, a hook without gradients. A checkpoint's own saved-tensor hook tells the rest.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return False
+    if torch.is_grad_enabled():
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 @contextmanager

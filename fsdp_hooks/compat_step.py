@@ -67,6 +67,11 @@ def compiled(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: Any, e
         return compiler(gm, [mode.from_tensor(one) for one in inputs], **extra)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells whether ``tensor.data`` was given another storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
     """Numbers of the hooks around a module's forward and backward, FSDP2's own among them, in the order they run."""
     return (

@@ -84,6 +84,30 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
             installed or compiled already, or this torch's FSDP2 is unknown.
         UnsupportedOption: an FSDP2 option that capture does not honour; the message names module and option.
     """
+    planned = _checked(model)
+    expected = expected_collectives(model)
+    session = collective_identity.session.ensure(run_dir=run_dir)
+
+    _capture(model, planned)  # nothing below refuses
+    warn_of_stale_optimizers(model)
+    if expected.rows:  # one rank alone neither gathers nor reduces
+        session.declare(expected, model)
+    logger.info(
+        "installed on %s: %d attributes read through %d fully_shard modules",
+        type(model).__name__,
+        sum(len(found.owners) for plan in planned for found in plan.found),
+        len(planned),
+    )
+    return model
+
+
+def install_undeclared(model: nn.Module) -> None:
+    """As :func:`install`, for a while: no report is to expect anything of it."""
+    _capture(model, _checked(model))
+    warn_of_stale_optimizers(model)
+
+
+def _checked(model: nn.Module) -> list[_Planned]:
     compat.check_version()
     _check_model(model)
     check_outermost(model)
@@ -91,11 +115,11 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     roots = outermost(model)
     for name, root in roots:
         compat.finish_lazy_init(root, name)
-    planned = _plan(model, {id(root) for _, root in roots})
-    expected = expected_collectives(model)
-    session = collective_identity.session.ensure(run_dir=run_dir)
+    return _plan(model, {id(root) for _, root in roots})
 
-    installation = _Installation(tuple(planned))  # nothing below refuses
+
+def _capture(model: nn.Module, planned: list[_Planned]) -> None:
+    installation = _Installation(tuple(planned))
     for plan in planned:
         _take_over(installation, plan)
         plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
@@ -104,17 +128,6 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     touched = (*installation.managed, *installation.bound)
     installation.classes = capture_by_class(touched, refusals.methods_of_installed)
     model.__dict__[_INSTALLED] = installation
-    warn_of_stale_optimizers(model)
-
-    if expected.rows:  # one rank alone neither gathers nor reduces
-        session.declare(expected)
-    logger.info(
-        "installed on %s: %d attributes read through %d fully_shard modules",
-        type(model).__name__,
-        sum(len(found.owners) for plan in planned for found in plan.found),
-        len(planned),
-    )
-    return model
 
 
 def is_installed(model: nn.Module) -> bool:
@@ -133,7 +146,7 @@ def _read_options_again(root: weakref.ref[nn.Module]) -> None:
     for plan in _plans_of(model):
         plan.read_options()
     if model is not None and _plans_of(model):
-        declare_again(collective_identity.session.ensure(), expected_collectives(model))
+        declare_again(collective_identity.session.ensure(), expected_collectives(model), model)
 
 
 def _check_waiting(root: weakref.ref[nn.Module]) -> None:
@@ -211,6 +224,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_options(model: nn.Module) -> None:
     """Refuse every option by name before FSDP2's lazy initialisation, which changes the model or complains itself."""
     names = attribute_names(model)
+    taken: dict[int, str] = {}
     gathered = 0
     roots = {id(root) for _, root in outermost(model)}
     for one in managed(model):
@@ -219,6 +233,7 @@ def _check_options(model: nn.Module) -> None:
             refusals.check_group(group, one.name)
         for found in parameters_of(one, names):
             refusals.check_param(found.param, one.name, found.fqn)
+            refusals.check_owner(found.param, one.name, found.fqn, taken)
             gathered += 1
     if not gathered:
         raise InstallError(
@@ -286,7 +301,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             if BINDINGS not in owner.__dict__:
                 owner.__dict__[BINDINGS] = {}
                 installation.bound.append(owner)
-        installation.watched.append(refusals.watch_gradient(found.param, plan.unit.name, found.fqn))
+        installation.watched.append(refusals.watch_gradient(found.param, found.group, plan.unit.name, found.fqn))
     plan.read_options()
 
 

@@ -14,6 +14,7 @@ Order of the gradient's arithmetic (cast, pre-divide, reduce-scatter, all-reduce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,16 +107,7 @@ class _Unshard(torch.autograd.Function):
         ctx.has, ctx.says_so = (pending is not None, partial is not None), accumulator is not None
         ctx.save_for_backward(*(x for x in (pending, partial) if x is not None))
         _OwnSequenceNumber.apply(shard)
-        if args.param_dtype is not None:
-            shard = shard.to(args.param_dtype)
-        if args.group_size == 1:
-            return shard.view_as(shard)
-        full = WAIT(_gather(_pad(shard, args.dim, args.chunk), args))
-        if args.dim != 0:
-            full = torch.cat(torch.chunk(full, args.group_size, 0), args.dim)
-        if full.shape[args.dim] != args.size:
-            full = full.narrow(args.dim, 0, args.size)
-        return full
+        return gathered(shard, args)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -128,27 +120,61 @@ class _Unshard(torch.autograd.Function):
             grad = grad + pending
         if args.sync == "none":
             return None, grad, None, None, None
-        if args.group_size > 1:
-            grad = _pad(grad, args.dim, args.chunk * args.group_size)
-            if args.dim != 0:
-                grad = torch.cat(torch.chunk(grad, args.group_size, args.dim), 0)
-        if args.predivide is not None:
-            grad = grad / args.predivide
-        if args.group_size > 1:
-            grad = WAIT(_reduce(grad.contiguous(), args))
-        if partial is not None:
-            grad = grad + partial
+        grad = reduced(rank_by_rank(grad, args), args, [args.param], partial)
         if args.sync == "shard":
             return None, grad, None, None, None
-        if args.replicate_group is not None:
-            grad = WAIT(_replicate(grad.contiguous(), args))
-        if args.postdivide is not None:
-            grad = grad / args.postdivide
         said = grad.dtype
-        grad = grad.to(ctx.dtype)
-        if grad.shape != ctx.shape:  # never of a scalar, which only a group of one can hold
-            grad = grad.narrow(args.dim, 0, ctx.shape[args.dim])
+        grad = own_part(grad.to(ctx.dtype), args, ctx.shape)
         return grad, grad.new_zeros((), dtype=said) if ctx.says_so else None, None, None, None
+
+
+def gathered(shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
+    """The full parameter, without autograd: cast, padded, gathered, cut to size."""
+    if args.param_dtype is not None:
+        shard = shard.to(args.param_dtype)
+    if args.group_size == 1:
+        return shard.view_as(shard)
+    full = WAIT(_gather(_pad(shard, args.dim, args.chunk), args))
+    if args.dim != 0:
+        full = torch.cat(torch.chunk(full, args.group_size, 0), args.dim)
+    if full.shape[args.dim] != args.size:
+        full = full.narrow(args.dim, 0, args.size)
+    return full
+
+
+def rank_by_rank(grad: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
+    """A gradient as its reduce-scatter takes it: the ranks' parts one after the other in dimension 0, padded."""
+    if args.group_size > 1:
+        grad = _pad(grad, args.dim, args.chunk * args.group_size)
+        if args.dim != 0:
+            grad = torch.cat(torch.chunk(grad, args.group_size, args.dim), 0)
+    return grad
+
+
+def reduced(
+    grad: torch.Tensor, args: UnshardArgs, params: Sequence[str], partial: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's part of a gradient laid out `rank_by_rank`, as far as ``args.sync`` takes it.
+
+    ``params`` are the parameters it belongs to; ``partial`` is what was reduced over the shard group before.
+    """
+    if args.predivide is not None:
+        grad = grad / args.predivide
+    if args.group_size > 1:
+        grad = WAIT(_reduce(grad.contiguous(), args, params))
+    if partial is not None:
+        grad = grad + partial
+    if args.sync == "shard":
+        return grad
+    if args.replicate_group is not None:
+        grad = WAIT(_replicate(grad.contiguous(), args, params))
+    return grad if args.postdivide is None else grad / args.postdivide
+
+
+def own_part(grad: torch.Tensor, args: UnshardArgs, shape: torch.Size) -> torch.Tensor:
+    """A reduced part without its padding; ``shape`` is the shard's."""
+    # never of a scalar, which only a group of one can hold
+    return grad if grad.shape == shape else grad.narrow(args.dim, 0, shape[args.dim])
 
 
 def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -164,18 +190,18 @@ def _gather(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
         return default_overload(Transport.ALL_GATHER)(x, a.group_size, a.group)
 
 
-def _reduce(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
+def _reduce(x: torch.Tensor, a: UnshardArgs, params: Sequence[str]) -> torch.Tensor:
     with role_scope(
-        GRAD_REDUCE_SHARD, producer=a.producer, group=a.reduce_group, param_group=a.param_group, params=[a.param]
+        GRAD_REDUCE_SHARD, producer=a.producer, group=a.reduce_group, param_group=a.param_group, params=params
     ):
         return default_overload(Transport.REDUCE_SCATTER)(x, a.reduce_op, a.group_size, a.reduce_group)
 
 
-def _replicate(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
+def _replicate(x: torch.Tensor, a: UnshardArgs, params: Sequence[str]) -> torch.Tensor:
     group = a.replicate_group
     assert group is not None
     with role_scope(
-        GRAD_REPLICATE_REDUCE, producer=a.producer, group=group, param_group=a.param_group, params=[a.param]
+        GRAD_REPLICATE_REDUCE, producer=a.producer, group=group, param_group=a.param_group, params=params
     ):
         return default_overload(Transport.ALL_REDUCE)(x, a.replicate_op, group)
 

@@ -22,6 +22,7 @@ WAY_OUT = "remove it, or train this model with eager FSDP2 (leave out fsdp_hooks
 
 _GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("gradients that eager FSDP2 accumulated and did not reduce yet", compat.gradients_wait),
+    ("set_symm_mem_for_comm", compat.uses_symm_mem),
     ("a custom all-gather or reduce-scatter object", lambda g: not compat.uses_default_comms(g)),
     ("set_all_reduce_hook", lambda g: getattr(g, "_all_reduce_hook", None) is not None),
     ("set_reduce_scatter_unused_params(True)", lambda g: bool(getattr(g, "reduce_scatter_unused_params", False))),
@@ -122,6 +123,17 @@ def check_param(param: Any, name: str, fqn: str) -> None:
         )
 
 
+def check_owner(param: Any, name: str, fqn: str, taken: dict[int, str]) -> None:
+    """Refuse a parameter that two ``fully_shard`` calls were given, as FSDP2 does in its first forward (torch 2.12)."""
+    number = compat.original_number(param)
+    if number is not None and taken.setdefault(number, fqn) != fqn:
+        refuse(
+            name,
+            f"a parameter shared across groups ({fqn!r} is {taken[number]!r}, which another fully_shard call has)",
+            "give both modules to one call, fully_shard([a, b]), or leave both to the call on the model",
+        )
+
+
 def warn_of_hooks(one: Managed, unit: Unit) -> None:
     """Warn of the user's hooks that eager FSDP2 runs between its casts and a captured module outside them."""
     own = {key for _, key in compat.hook_slots(one.state, one.name)}  # no two hooks of a process have one number
@@ -133,16 +145,27 @@ def warn_of_hooks(one: Managed, unit: Unit) -> None:
                 f"module {name!r}: has a forward hook that eager FSDP2 runs between the casts of its mp_policy and a "
                 "captured module outside them, so it sees other dtypes: register it on a module inside or around this "
                 "one",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
-def watch_gradient(param: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle:
-    """Refuse a gradient hook that was registered after install, in the first backward that ran it."""
+def watch_gradient(param: Any, group: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle:
+    """Refuse a gradient hook that was registered after install, in the first backward that ran it.
+
+    One that runs after accumulation is right but where no gradient is reduced: FSDP2 does not call it there, autograd
+    does in compiled code, for the parameter is an input of the compiled function.
+    """
 
     def check(leaf: torch.Tensor) -> None:
         if leaf._backward_hooks:
             refuse(name, f"{_GRADIENT_HOOK} (parameter {fqn!r})")
+        if compat.sync_of(group) != "all" and compat.gradient_hooks(leaf):
+            refuse(
+                name,
+                f"register_post_accumulate_grad_hook with gradient sync off in compiled code (parameter {fqn!r}): it "
+                "would be called without a gradient of this step",
+                "keep gradient sync on, leave out torch.compile, or do the hook's work after the step that reduces",
+            )
 
     return compat.watch_accumulation(param.sharded_param, check)
 

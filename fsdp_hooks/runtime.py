@@ -76,7 +76,7 @@ class Unit:
         """
         first = self.full is None
         if first:
-            self.full = {spec.fqn: self.gather(module._parameters[name], spec) for module, name, spec in self.sources}
+            self.full = self.gather_all()
         self.depth += 1
         if self.moves_inputs:
             args, kwargs = _map(self._to_device, args), _map(self._to_device, kwargs)
@@ -110,6 +110,10 @@ class Unit:
 
     def _to_device(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device)
+
+    def gather_all(self) -> dict[str, torch.Tensor]:
+        """Every parameter in full, by its name."""
+        return {spec.fqn: self.gather(module._parameters[name], spec) for module, name, spec in self.sources}
 
     def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
         """The full parameter; while gradients accumulate without communication, its gradient goes there."""
@@ -145,10 +149,21 @@ def gather(
 
     ``device``: where the full one is wanted; the shard may wait on the CPU (``CPUOffloadPolicy``).
     """
-    shard = sharded.to_local()
+    shard = shard_on(device, sharded)
+    full = unshard(shard, spec.args) if accumulated is None else accumulated.unshard(shard, spec.args)
+    return laid_out(full, spec)
+
+
+def shard_on(device: torch.device | None, sharded: Any) -> torch.Tensor:
+    """This rank's part of a sharded parameter, where the full one is wanted."""
+    shard: torch.Tensor = sharded.to_local()
     if device is not None and shard.device.type != device.type:
         shard = shard.to(device, non_blocking=True)
-    full = unshard(shard, spec.args) if accumulated is None else accumulated.unshard(shard, spec.args)
+    return shard
+
+
+def laid_out(full: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """A full parameter as the model reads it: under tensor parallelism a DTensor."""
     layout = spec.model_parallel
     if layout is None:
         return full

@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from .compat_step import storage_of
 from .errors import InstallError, UnsupportedOption
 from .runtime import BINDINGS
+from .step_writes import refused
 
 _TENSOR = object()
 
@@ -136,11 +138,20 @@ def standing_in(
 
 @contextmanager
 def swapped(slots: Sequence[Slot], parts: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Have the model read ``parts`` instead of its own tensors."""
+    """Have the model read ``parts`` instead of its own tensors.
+
+    Raises:
+        UnsupportedOption: it put another tensor in the place of one of them.
+    """
     try:
         for slot, part in zip(slots, parts, strict=True):
             slot.put(part)
+        put = [(slot, table, name, table[name]) for slot in slots for table, _, name in slot.owners]
+        storages = [storage_of(part) for part in parts]
         yield
+        moved = [slot for slot, part, was in zip(slots, parts, storages, strict=True) if storage_of(part) != was]
+        for slot in [*(slot for slot, table, name, one in put if table.get(name) is not one), *moved]:
+            raise refused(slot.name, "its tensor")
     finally:
         for slot in slots:
             slot.put_back()
@@ -160,6 +171,11 @@ class Batch:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return cls(tensors, tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec)
+
+    def laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Other tensors, in memory as these are, which a graph's views count on; copied only where they differ."""
+        pairs = zip(tensors, self.tensors, strict=True)
+        return [one if one.stride() == traced.stride() else _strided(one, traced) for one, traced in pairs]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """``(args, kwargs)`` with other tensors."""
@@ -188,6 +204,12 @@ class Batch:
                     f"the step expects the argument {a!r} that it was traced with, found {b!r}: what is no tensor is "
                     "part of the graph; trace it again, or pass a tensor"
                 )
+
+
+def _strided(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if any(stride == 0 and size > 1 for stride, size in zip(like.stride(), like.shape, strict=True)):
+        return tensor.contiguous()  # the example was expanded: one number for many, which cannot hold these
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(tensor)
 
 
 def _equal(a: Any, b: Any) -> bool:

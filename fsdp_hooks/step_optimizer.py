@@ -97,6 +97,10 @@ class TracedOptimizer:
                     held.append(torch.tensor(group[name], dtype=torch.float64))
         return held
 
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether it steps ``param``."""
+        return any(param is one for group in self.optimizer.param_groups for one in group["params"])
+
     @property
     def scales_itself(self) -> bool:
         """Whether its kernel unscales gradients and skips a step with inf or NaN (``fused=True``)."""

@@ -1,90 +1,67 @@
-"""``reshard_after_forward`` in a whole-step graph: what backward needs is gathered again, not kept."""
+"""``reshard_after_forward`` in a whole-step graph: what is read after a reshard is gathered again, not kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch import fx, nn
+from torch import fx
 
 from collective_identity import PARAM_UNSHARD, identity_of, stamp, start_nodes
 from collective_identity.transports import is_start, is_wait
 
-from . import compat_checkpoint
 from .reshard import RESHARD_KEY
-from .runtime import UNIT, Unit
-from .spec import ParamSpec
 
 
-@contextmanager
-def recomputed_from_forward(model: nn.Module) -> Iterator[None]:
-    """While a step is traced, have activation checkpoints recompute with what the forward gathered.
-
-    So it is one gather a parameter until :func:`gather_again` decides, however often a checkpoint reads it.
-    """
-    units = {id(held[0]): held[0] for module in model.modules() if (held := module.__dict__.get(UNIT)) is not None}
-    try:
-        for unit in units.values():
-            unit.__dict__["gather"] = _remembering(unit)
-        yield
-    finally:
-        for unit in units.values():
-            del unit.__dict__["gather"]
-
-
-def _remembering(unit: Unit) -> Callable[[Any, ParamSpec], torch.Tensor]:
-    full: dict[str, torch.Tensor] = {}
-
-    def gather(sharded: Any, spec: ParamSpec) -> torch.Tensor:
-        if not (compat_checkpoint.recomputing() and spec.fqn in full):
-            full[spec.fqn] = Unit.gather(unit, sharded, spec)
-        return full[spec.fqn]
-
-    return gather
-
-
-def gather_again(gm: fx.GraphModule, forward_ends: str) -> frozenset[str]:
-    """Give backward gathers of its own, where their producer resharded.
+def gather_again(gm: fx.GraphModule, forward_ends: str, reopened: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Give backward, and a forward that opens a unit again, gathers of their own, where their producer resharded.
 
     Args:
         gm: a whole-step graph, normalised.
         forward_ends: name of the last node of the forward.
+        reopened: by parameter, the name of the last node before each time that its unit was opened again.
 
     Returns:
         The names of the forward's start nodes; the others belong to backward.
     """
     nodes = list(gm.graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}
-    end = next(i for i, node in enumerate(nodes) if node.name == forward_ends)
+    place = {node.name: i for i, node in enumerate(nodes)}
+    end = place[forward_ends]
     for node in nodes[end + 1 :]:
         if node.op == "call_function":
             node.meta["partitioner_tag"] = "is_backward"
-    starts = start_nodes(gm)
+    forward = {start.name for start in start_nodes(gm) if index[start] <= end}
     again = False
-    for start in starts:
+    for start in start_nodes(gm):
         identity = identity_of(start)
         marked = start.meta.get("custom", {}).get(RESHARD_KEY) is True
         if identity is None or identity.role != PARAM_UNSHARD or not marked or index[start] > end:
             continue
-        chain = [node for node in _chain(start) if index[node] <= end]
-        full = chain[chain.index(start) :]
-        late = {u for node in full for u in node.users if index.get(u, 0) > end and u.op != "output"}
-        if not late:
-            continue
-        first = min(late, key=lambda node: index[node])
-        copies = _copied(gm.graph, chain, first)
-        stamp(copies[start], identity)
-        for user in late:
-            for node in full:
-                if node in user.all_input_nodes:
-                    user.replace_input_with(node, copies[node])
-        again = True
+        chain = _chain(start)
+        openings = (place[name] for param in identity.params or () for name in reopened.get(param, ()))
+        cuts = sorted({*(at for at in openings if index[start] < at < end), end})
+        for first, last in reversed([*zip(cuts, [*cuts[1:], len(nodes)], strict=True)]):
+            above = [node for node in chain if index[node] <= first]
+            full = above[above.index(start) :]
+            late = {u for node in full for u in node.users if first < index.get(u, 0) <= last and u.op != "output"}
+            if not late:
+                continue
+            copies = _copied(gm.graph, above, min(late, key=lambda node: index[node]))
+            stamp(copies[start], identity)
+            if first < end:
+                forward.add(copies[start].name)
+            for user in late:
+                for node in full:
+                    if node in user.all_input_nodes:
+                        user.replace_input_with(node, copies[node])
+            for copy in reversed(copies.values()):
+                if not copy.users:
+                    gm.graph.erase_node(copy)
+            again = True
     if again:
         gm.graph.lint()
         gm.recompile()
-    return frozenset(start.name for start in starts if index[start] <= end)
+    return frozenset(forward)
 
 
 def _copied(graph: fx.Graph, chain: list[fx.Node], before: fx.Node) -> dict[fx.Node, fx.Node]:

@@ -94,6 +94,13 @@ class TracedUpdate:
         """
         slots, before_step, optimizer = self.update.slots, self.update.before_step, self.update.optimizer
         assert optimizer is not None
+        for slot, gradient in zip((s for s in slots if s.trainable), gradients, strict=True):
+            if gradient is not None and not optimizer.holds(slot.tensor):
+                raise InstallError(
+                    f"trace_train_step expects the optimizer to hold every parameter that is trained, found "
+                    f"{slot.name!r} in none of its groups, whose gradient would be lost: add it, freeze it "
+                    "(requires_grad_(False)), or leave optimizer out and step outside"
+                )
         in_kernel = self.scaler is not None and before_step is None and optimizer.scales_itself
         if self.scaler is not None or before_step is not None:
             with standing_in(slots, parts, gradients) as whole:

@@ -19,11 +19,14 @@ from collective_identity.ledger import GraphKind
 
 from . import compat, compat_step
 from .errors import InstallError, UnsupportedOption
-from .installation import install, is_installed, uninstall
+from .expected import declare_step
+from .installation import install_undeclared, is_installed, uninstall
 from .step_inputs import Batch, Slot, like, local, slots_of, swapped
-from .step_reshard import gather_again, recomputed_from_forward
+from .step_reshard import gather_again
 from .step_standing import Standing
+from .step_units import opened_once
 from .step_update import Update
+from .step_writes import Kept, check_writes
 
 Loss = Callable[..., Any]
 
@@ -68,7 +71,7 @@ class TrainStep:
                     "call optimizer.zero_grad() first, or leave optimizer out of trace_train_step to accumulate"
                 )
         with torch.no_grad():
-            results = (self._run or self.graph_module)(*self._inputs(found.tensors))
+            results = (self._run or self.graph_module)(*self._inputs(self._batch.laid_out(found.tensors)))
         if self._update.optimizer is None:
             self._hand_over(results[self._returned.num_leaves :])
         else:
@@ -144,7 +147,7 @@ def trace_train_step(
     compat.check_version()
     was_installed = is_installed(model)
     if not was_installed:
-        install(model)
+        install_undeclared(model)
     try:
         slots = slots_of(model)
         update = Update.of(slots, optimizer, before_step, scaler)
@@ -157,16 +160,17 @@ def trace_train_step(
 def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
     model, slots, batch = step._model, step._slots, step._batch
     forward_ends = backward_ends = ""
+    reopened: Mapping[str, Sequence[str]] = {}
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor | None]:
-        nonlocal forward_ends, backward_ends
+        nonlocal forward_ends, backward_ends, reopened
         parts = list(inputs[: len(slots)])
         for place, slot in enumerate(slots):
             if slot.trainable:
                 parts[place] = parts[place].detach().requires_grad_()
         args, kwargs = batch.with_tensors(inputs[len(inputs) - len(batch.tensors) :])
         # in backward too, where checkpoints read parameters again
-        with swapped(slots, parts), recomputed_from_forward(model), torch.enable_grad():
+        with swapped(slots, parts), opened_once(model) as units, torch.enable_grad():
             returned = loss_fn(model, *args, **kwargs)
             leaves, step._returned = pytree.tree_flatten(returned)
             loss = _loss_of(leaves)
@@ -176,6 +180,7 @@ def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
             _check_leaves(loss, trained, slots)
             gradients = torch.autograd.grad(traced.scaled(loss), trained, allow_unused=True)
             backward_ends = compat_step.last_traced_node()
+            reopened = {param: unit.reopened for unit in units for param in unit.params}
         outputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if step._update.optimizer is None:
             return [*outputs, *gradients]
@@ -183,12 +188,18 @@ def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
         return outputs
 
     Standing.of(model)
-    step.graph_module = gm = compat_step.traced(run, step._inputs(batch.tensors))
+    kept = Kept(model)
+    try:
+        step.graph_module = gm = compat_step.traced(run, step._inputs(batch.tensors))
+    finally:
+        changed = kept.put_back()
+    check_writes(changed, gm)
     step._standing = Standing.of(model)
     _check_random(gm, forward_ends, backward_ends)
     ci.normalize(gm)
-    forward = gather_again(gm, forward_ends)
+    forward = gather_again(gm, forward_ends, reopened)
     session = ci.session.ensure()
+    declare_step(session, model)
     rows = ci.collective_table(gm)
     kinds: tuple[tuple[GraphKind, bool], ...] = (("forward", True), ("backward", False))
     for kind, is_forward in kinds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 ORDERS = ("param_group", "graph", "fqn")
 INNER = ("inductor", "aot_eager")
 DEDUP = ("off", "drop", "refuse")
+KERNELS = ("ops", "triton", "auto")
 
 
 class OptionError(ValueError):
@@ -40,6 +42,8 @@ class BackendOptions:
         mixed_dtypes: gathers of several element types may share a bucket, sent as bytes.
         coalesced: the kinds whose buckets are sent member by member, each where it lies, in one coalesced call, instead
             of being copied into one buffer; where a member does not lie contiguous, the bucket is copied.
+        kernels: what packs and unpacks the other buckets: ``"ops"``, torch's operators; ``"triton"``, one operator of
+            our own each (:mod:`inductor_passes.kernels`), Triton kernels on CUDA; ``"auto"``, ours where they run so.
         dedup: ``"off"``; ``"drop"``: ``RS(a) + RS(b)`` becomes ``RS(a + b)``, which reassociates the sum, and mixed
             roles merge without a role; ``"refuse"``: likewise, equal roles only.
         fusion: fuse all-gather + matmul and matmul + reduce-scatter of tensor parallelism on groups with symmetric
@@ -66,6 +70,7 @@ class BackendOptions:
     fqns: tuple[str, ...] = ()
     mixed_dtypes: bool = False
     coalesced: tuple[str, ...] = ()
+    kernels: str = "ops"
     dedup: str = "off"
     fusion: bool = False
     overlap: int = 0
@@ -106,9 +111,11 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     own = {key: given.pop(key) for key in list(given) if key in ours}
     unknown = sorted(key for key in given if not inductor_option_exists(key))
     if unknown:
+        near = [one for name in unknown for one in difflib.get_close_matches(name, ours, n=1)]
+        meant = f" (did you mean {', '.join(map(repr, near))}?)" if near else ""
         raise OptionError(
             f"backend 'collective_identity' expects options among {', '.join(sorted(ours))}, or Inductor's own "
-            f"(torch._inductor.list_options()), found {', '.join(map(repr, unknown))}: remove or correct them"
+            f"(torch._inductor.list_options()), found {', '.join(map(repr, unknown))}{meant}: remove or correct them"
         )
     if mode:
         _one_of("mode", mode, tuple(mode_options()))
@@ -116,6 +123,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     _one_of("inner", own.get("inner", "inductor"), INNER)
     _one_of("order", own.get("order", "param_group"), ORDERS)
     _one_of("dedup", own.get("dedup", "off"), DEDUP)
+    _one_of("kernels", own.get("kernels", "ops"), KERNELS)
     for name in ("bucketing", "dump", "fusion", "mixed_dtypes", "reshard", "strict_lite"):
         _one_of(name, own.get(name, True), (True, False))
     overlap = own.get("overlap", 0)

@@ -134,7 +134,8 @@ class Bucket:
         with collector_paused():
             plan = plan_buckets(
                 gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
-                mixed_dtypes=options.mixed_dtypes, coalesced=options.coalesced, identities=identities,
+                mixed_dtypes=options.mixed_dtypes, coalesced=options.coalesced,
+                kernels=options.kernels, identities=identities,
             )
             return PassOutcome(changed=apply_plan(gm, plan), summary=plan.to_dict())
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -15,8 +20,13 @@ _STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _PLAIN_WIDTH = 140  # columns where the output is no terminal
 
 
-def render(report: Report, *, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a report to `file` (stdout by default), in colour only when it is a terminal."""
+def render(
+    report: Report, *, file: IO[str] | None = None, width: int | None = None, run: Path | None = None
+) -> None:
+    """Print a report to `file` (stdout by default), in colour only when it is a terminal.
+
+    With the folder `run` it came from, the last line names the commands to go on with.
+    """
     console = _console(file, width)
     data = report.to_dict()
     _head(console, data)
@@ -37,7 +47,23 @@ def render(report: Report, *, file: IO[str] | None = None, width: int | None = N
         if data[name]:
             console.print(Text(name.capitalize(), style="bold"))
         for text in data[name]:
-            console.print(Text(f"  {text}", style=style))
+            _print(console, Text(f"  {text}", style=style))
+    if run is not None:
+        _print(console, Text(_next(data, run), style="dim"))
+
+
+def _next(data: dict[str, Any], run: Path) -> str:
+    beside = Path(sys.executable).parent / "collective-identity"
+    program = str(beside) if shutil.which("collective-identity") is None and beside.is_file() else beside.name
+    commands = [f"{program} check {run}", f"{program} report {run} --html"]
+    if data["roles"]:
+        commands.append(f"{program} explain {run} NAME (a parameter, a parameter group or a node)")
+    return f"next: {'; '.join(commands)}"
+
+
+def _print(console: Console, text: Text) -> None:
+    """A sentence: wrapped on a terminal only, so that elsewhere it can be searched for."""
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def render_text(report: Report, *, width: int = _PLAIN_WIDTH) -> str:
@@ -94,7 +120,13 @@ def _coverage(data: dict[str, Any], width: int) -> list[Table | Text]:
     for value, word in (("0", "none"), ("?", "unknown")):
         names = [_NUMBERS[header].replace("_", " ") for header in empty if cells[header][0] == value]
         said += [f"{word}: {', '.join(names)}"] if names else []
-    return [table, Text("; ".join(said), style="dim")] if said else [table]
+    lines = [Text("; ".join(said), style="dim")] if said else []
+    if any(row["expected"] is None and row["phase"] == "regather" for row in rows):
+        lines.append(Text(_OPEN, style="dim"))
+    return [table, *lines]
+
+
+_OPEN = "?: re-gathers are one for each parameter whose value backward needs (seldom a bias); which, nobody declared"
 
 
 _NUMBERS = {
@@ -226,53 +258,75 @@ def render_difference(difference: dict[str, Any], *, file: IO[str] | None = None
         what = ", ".join(
             f"{name} {_number(v[0])} -> {_number(v[1])}" for name, v in row.items() if isinstance(v, list)
         )
-        console.print(Text(f"{row['role']}, {row['phase']}: {what}"))
+        _print(console, Text(f"{row['role']}, {row['phase']}: {what}"))
     for code, (a, b) in difference["codes"].items():
-        console.print(Text(f"{code}: {a} -> {b}"))
+        _print(console, Text(f"{code}: {a} -> {b}"))
     for graph in difference["graphs"]:
         if graph["in"] != "both":
-            console.print(Text(f"{graph['graph']}: only in run {graph['in'].upper()}"))
+            _print(console, Text(f"{graph['graph']}: only in run {graph['in'].upper()}"))
             continue
         a, b = (_number(n) for n in graph["count"])
-        console.print(Text(f"{graph['graph']}, {graph['stage']}: {a} -> {b} collectives"))
+        _print(console, Text(f"{graph['graph']}, {graph['stage']}: {a} -> {b} collectives"))
         if first := graph["first"]:
             text = f"  first at {first['position']}: {first['field']} {first['a']!r} -> {first['b']!r}"
-            console.print(Text(text))
+            _print(console, Text(text))
         for example in graph["examples"]:
             sign = "-" if example["in"] == "a" else "+"
             names = ", ".join(example["params"] or ()) or example["param_group"] or example["node"]
             text = f"  {sign} {example['count']} x {example['role'] or 'no role'} ({example['transport']}) of {names}"
-            console.print(Text(text, style="red" if sign == "-" else "green"))
+            _print(console, Text(text, style="red" if sign == "-" else "green"))
     for sign, name in (("-", "only_a"), ("+", "only_b")):
         for failure in difference["failures"][name]:
-            console.print(Text(f"{sign} {failure}"))
+            _print(console, Text(f"{sign} {failure}"))
 
 
 def render_explanation(found: list[dict[str, Any]], *, file: IO[str] | None = None) -> None:
-    """Print what `explanation.explain` found."""
+    """Print what `explanation.explain` found: one block for what became one collective."""
     console = _console(file, None)
-    for one in found:
-        console.print(Text(f"{one['node']}, rank {one['rank']}, {one['graph']} graph: {one['verdict']}", style="bold"))
-        for stage in ("captured", "after"):
-            row = one[stage]
-            if row is None:
-                console.print(Text(f"  {stage}: not there"))
-                continue
-            size = "unknown size" if row["nbytes"] is None else readable(row["nbytes"])
-            parts = [
-                f"{row['transport']} ({row['form']}) on group {row['group']} of {row['group_size']}",
-                row["reduce_op"],
-                f"{row['dtype']}, {size}",
-                f"{row['role'] or 'no role'}" + (f" {row['source']} by {row['producer']}" if row["source"] else ""),
-                row["param_group"] and f"unit {row['param_group']}",
-                row["params"] and f"parameters {', '.join(row['params'][:8])}" + (" ..." * (len(row["params"]) > 8)),
-            ]
-            console.print(Text(f"  {stage}: " + "; ".join(part for part in parts if part)))
-        if one["members"]:
-            console.print(Text(f"  merged, in order: {', '.join(one['members'])}"))
-        for event in one["events"]:
-            by = f" by pass {event['pass_name']}" if event["pass_name"] else ""
-            at = f", at {event['stack']}" if event["stack"] else ""
-            text = f"  {event['code']} {event['slug']}{by}: {event['text']}. {event['detail']}{at}. {event['remedy']}"
-            console.print(Text(text, style=_STYLE.get(event["severity"], "")))
-        console.print(Text(f"  passes that changed the graph: {', '.join(one['passes']) or 'none'}"))
+    for _, several in groupby(found, key=lambda one: (one["graph"], one["merged_into"] or one["node"])):
+        for text, style in _block(list(several)):
+            _print(console, Text(text, style=style))
+
+
+def _block(ones: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The lines of one block, each with its style. What the block's collectives share is said once."""
+    first = ones[0]
+    into = first["merged_into"]
+    here = f"rank {first['rank']}, {first['graph']} graph"
+    if into is None:
+        yield f"{first['node']}, {here}: {first['verdict']}", "bold"
+    else:
+        role = "" if first["after"] is None else f", which is {first['after']['role'] or 'without a role'}"
+        yield f"{into}, {here}: {len(ones)} of its {len(first['members'])} members{role}", "bold"
+    for one in ones:
+        name = "" if into is None else f" {one['node']}"
+        yield f"  captured{name}: {_said(one['captured'])}", ""
+    yield f"  after: {_said(first['after'])}", ""
+    if first["members"]:
+        yield f"  merged, in order: {', '.join(first['members'])}", ""
+    told = {repr(event): event for one in ones for event in one["events"]}
+    for event in told.values():
+        by = f" by pass {event['pass_name']}" if event["pass_name"] else ""
+        at = f", at {event['stack']}" if event["stack"] else ""
+        node = f" {event['node']}" if len(ones) > 1 else ""
+        text = f"  {event['code']} {event['slug']}{node}{by}: {event['text']}. {event['detail']}{at}. {event['remedy']}"
+        yield text, _STYLE.get(event["severity"], "")
+    if first["cached"]:
+        yield "  from a compile cache: no pass ran; this is what the passes did when the artifact was made", ""
+    else:
+        yield f"  passes that changed the graph: {', '.join(first['passes']) or 'none'}", ""
+
+
+def _said(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not there"
+    size = "unknown size" if row["nbytes"] is None else readable(row["nbytes"])
+    parts = [
+        f"{row['transport']} ({row['form']}) on group {row['group']} of {row['group_size']}",
+        row["reduce_op"],
+        f"{row['dtype']}, {size}",
+        f"{row['role'] or 'no role'}" + (f" {row['source']} by {row['producer']}" if row["source"] else ""),
+        row["param_group"] and f"unit {row['param_group']}",
+        row["params"] and f"parameters {', '.join(row['params'][:8])}" + (" ..." * (len(row["params"]) > 8)),
+    ]
+    return "; ".join(part for part in parts if part)

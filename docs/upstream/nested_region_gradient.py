@@ -1,4 +1,4 @@
-"""The gradient of a nested compile region that is called twice, by Inductor.
+"""The gradient of a nested compile region that is called twice, by Inductor, with and without donated buffers.
 
     python docs/upstream/nested_region_gradient.py
 
@@ -7,6 +7,8 @@ nested-region-gradient.md beside this file.
 """
 
 import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
 
 
 @torch.compiler.nested_compile_region
@@ -18,9 +20,11 @@ def twice(a):
     return inner(a) + inner(a * 2)
 
 
+inductor.force_disable_caches = True  # donated_buffer is in no key: a cached graph would answer for both
 print(torch.__version__)
-for backend in ("aot_eager", "inductor"):
+for backend, donated in (("aot_eager", True), ("inductor", True), ("inductor", False)):
     torch._dynamo.reset()
+    functorch.donated_buffer = donated
     w = torch.linspace(-1, 1, 4).requires_grad_(True)
     torch.compile(twice, backend=backend, fullgraph=True)(w).sum().backward()
-    print(backend, [round(value, 3) for value in w.grad.tolist()])
+    print(backend, f"donated_buffer={donated}", [round(value, 3) for value in w.grad.tolist()])

@@ -42,6 +42,7 @@ def bucket_collectives(
     fqns: Sequence[str] = (),
     mixed_dtypes: bool = False,
     coalesced: Iterable[Transport | str] = (),
+    kernels: str = "ops",
     identities: Mapping[fx.Node, Identity | None] | None = None,
 ) -> Plan:
     """Merge FSDP collectives in place and return what was decided; arguments as for `plan_buckets`.
@@ -51,12 +52,12 @@ def bucket_collectives(
     order that the communication library chooses by buffer size.
 
     Raises:
-        ValueError: an unknown kind or order, a cap that is not positive.
+        ValueError: an unknown kind, order or kind of kernels, a cap that is not positive.
     """
     with collector_paused():
         plan = plan_buckets(
             gm, kinds=kinds, cap_mb=cap_mb, order=order, fqns=fqns, mixed_dtypes=mixed_dtypes, coalesced=coalesced,
-            identities=identities,
+            kernels=kernels, identities=identities,
         )
         if apply_plan(gm, plan):
             gm.recompile()

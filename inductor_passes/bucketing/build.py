@@ -1,6 +1,6 @@
 """How does a bucket look in the graph? Builds its nodes directly: ``cat``, one collective, a wait, ``split``.
 
-Or, where the plan says so, as `coalesced` has it.
+Or, where the plan says so, as `coalesced` or `packed` has it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collective_identity.transports import WAIT, Transport, default_overload, la
 from ..sizes import is_static
 from .coalesced import build_coalesced
 from .node_builder import NodeBuilder, mode_of
+from .packed import build_packed
 from .plan import Bucket
 
 PASS_NAME: Final = "bucketing"
@@ -54,6 +55,10 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
         start, items, ends = build_coalesced(build, bucket, sent)
         _identify(start, bucket)
         return Built([start], items, ends)
+    if bucket.pieces:
+        built = Built(*build_packed(build, bucket))
+        _identify(built.launch[-1], bucket)
+        return built
     ranks = key.group_size or 1
     rows = ranks if key.transport is Transport.REDUCE_SCATTER else 1
     received_rows = ranks if key.transport is Transport.ALL_GATHER else 1

@@ -19,10 +19,12 @@ from . import reasons
 from .coalesced import can_coalesce
 from .hazards import Hazards, hazards_of
 from .levels import depths
+from .pieces import with_kernels
 from .plan import MIB, Bucket, BucketKey, Plan, Refusal
 from .survey import BUCKETED, SHARED, Candidate, survey
 
 Order = Literal["param_group", "graph", "fqn"]
+KERNELS = ("ops", "triton", "auto")
 UNNAMED_CAP_MB = 500.0
 """Cap in MiB on a bucket whose members name no unit, when the caller gives none: without units, no cap would
 gather a whole model at once."""
@@ -39,6 +41,7 @@ def plan_buckets(
     fqns: Sequence[str] = (),
     mixed_dtypes: bool = False,
     coalesced: Iterable[Transport | str] = (),
+    kernels: str = "ops",
     identities: Mapping[fx.Node, Identity | None] | None = None,
 ) -> Plan:
     """Decide which FSDP collectives of a graph become one, and why the others do not. Changes nothing.
@@ -63,10 +66,12 @@ def plan_buckets(
         mixed_dtypes: gathers of several element types may share a bucket and go as bytes: exact, since a gather
             only moves them, and aligned, since each piece is copied into memory of its own. Never reductions.
         coalesced: transports whose buckets are sent member by member in one call, see `Bucket`.
+        kernels: what packs and unpacks the others: ``"ops"``, torch's operators; ``"triton"``, two of our own
+            (`inductor_passes.kernels`) but for several element types or symbolic sizes; ``"auto"``, those on CUDA.
         identities: what `classify` says of this graph; asked for here when None.
 
     Raises:
-        ValueError: an unknown kind or order, a cap that is not positive.
+        ValueError: an unknown kind, order or kind of kernels, a cap that is not positive.
     """
     wanted, in_place = _kinds(kinds), _kinds(coalesced)
     caps = _caps(cap_mb)
@@ -74,6 +79,8 @@ def plan_buckets(
         raise ValueError(f"expected order {' | '.join(get_args(Order))}, found {order!r}")
     if not isinstance(fqns, Sequence) or isinstance(fqns, str):
         raise ValueError(f"expected fqns to be parameter names in a list or a tuple, found {fqns!r}")
+    if kernels not in KERNELS:
+        raise ValueError(f"expected kernels {' | '.join(KERNELS)}, found {kernels!r}")
     nodes = list(gm.graph.nodes)
     verdicts = classify(gm) if identities is None else identities
     candidates, refusals = survey(nodes, verdicts, wanted)
@@ -104,6 +111,8 @@ def plan_buckets(
     explain = _Explanation(candidates, classes, over_cap)
     refusals += [explain.refusal(c) for c in alone]
     place = {node: i for i, node in enumerate(nodes)}
+    if kernels != "ops":
+        buckets = with_kernels(nodes, buckets, auto=kernels == "auto")
     buckets.sort(key=lambda b: min(place[m] for m in b.members))
     refusals.sort(key=lambda r: place[r.node])
     return Plan(tuple(buckets), tuple(refusals), order)

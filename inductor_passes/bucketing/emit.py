@@ -45,18 +45,20 @@ def apply_plan(gm: fx.GraphModule, plan: Plan) -> bool:
         for bucket, items in zip(plan.buckets, layout.parts, strict=True):
             built = build_bucket(gm.graph, bucket)
             emitted.update({items.launch: built.launch, items.wait: built.wait})
-            for member, item, result in zip(bucket.members, items.results, built.results, strict=True):
+            for place, (item, result) in enumerate(zip(items.results, built.results, strict=True)):
                 emitted[item] = result
-                replaced.update((wait, result[-1]) for wait in waits_of(member))
+                replaced.update((old, result[-1]) for old in bucket.results(place))
     redirect_users(replaced)
     members = [m for b in plan.buckets for m in b.members]
+    members += [n for b in plan.buckets for place in range(len(b.members)) for n in b.left_out(place)]
     final = [n for item in sequence for n in emitted.get(item) or (layout.nodes[item],)]
     gone = {*members, *replaced}
     kept = (n for n in layout.nodes if n not in gone)
     unmoved = sum(1 for _ in itertools.takewhile(lambda p: p[0] is p[1], zip(final, kept, strict=False)))
     for node in final[unmoved:-1]:
         output.prepend(node)
-    for node in (*replaced, *members):
+    place_of = layout.index
+    for node in sorted(gone, key=place_of.__getitem__, reverse=True):
         gm.graph.erase_node(node)
     return True
 
@@ -89,6 +91,7 @@ class _Layout:
     buckets: tuple[Bucket, ...]
     parts: tuple[_Items, ...]
     size: int
+    index: dict[fx.Node, int]
 
     @staticmethod
     def of(gm: fx.GraphModule, plan: Plan) -> _Layout:
@@ -110,21 +113,24 @@ class _Layout:
             results = tuple(range(number + 2, number + 2 + len(bucket.members)))
             parts.append(_Items(number, number + 1, results))
             number += 2 + len(results)
-        return _Layout(nodes, plan.buckets, tuple(parts), number)
+        index = {node: i for i, node in enumerate(nodes)}
+        return _Layout(nodes, plan.buckets, tuple(parts), number, index)
 
     def order(self) -> list[int]:
         """Items in their new order, without the old start and wait nodes of the members."""
-        index = {node: i for i, node in enumerate(self.nodes)}
+        index = self.index
         inputs = [sent_by(m) for b in self.buckets for m in b.members]
         hazards = hazards_of(self.nodes, inputs)
         stands_for: dict[int, int] = {}
         is_old_wait: set[int] = set()
         for bucket, items in zip(self.buckets, self.parts, strict=True):
-            for member, result in zip(bucket.members, items.results, strict=True):
+            for number, (member, result) in enumerate(zip(bucket.members, items.results, strict=True)):
                 stands_for[index[member]] = items.launch
                 for wait in waits_of(member):
                     stands_for[index[wait]] = result
                     is_old_wait.add(index[wait])
+                for node in bucket.left_out(number):
+                    stands_for[index[node]] = items.launch if index[node] < index[member] else result
         before: list[list[int]] = [[] for _ in range(self.size)]
         priority: list[float] = [float(i) for i in range(self.size)]
         for i, node in enumerate(self.nodes):
@@ -134,7 +140,7 @@ class _Layout:
                 continue
             item = stands_for.get(i, i)
             earlier = itertools.chain((index[n] for n in node.all_input_nodes), hazards.before.get(i, ()))
-            before[item] += [stands_for.get(p, p) for p in earlier]
+            before[item] += [q for q in (stands_for.get(p, p) for p in earlier) if q != item]
         hoisted = []
         for bucket, items in zip(self.buckets, self.parts, strict=True):
             places = [index[m] for m in bucket.members]

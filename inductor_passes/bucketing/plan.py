@@ -11,7 +11,7 @@ from torch import fx
 
 from collective_identity.codes import Code
 from collective_identity.identity import Identity
-from collective_identity.transports import Transport
+from collective_identity.transports import Transport, waits_of
 
 MIB = 1024 * 1024
 """Bytes per unit of `cap_mb`."""
@@ -53,6 +53,34 @@ class BucketKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A member of a bucket that kernels pack and unpack.
+
+    Attributes:
+        source: what is packed.
+        above: nodes between it and the start node that nothing else needs: the packing does their work.
+        outer: the runs of what is packed, see `kernels.Layout`.
+        width: elements in a row of the buffer.
+        result: what the unpacking yields: the wait or a node below it; None where there are several waits.
+        below: the wait and the nodes down to `result`, where that is no wait.
+        outer_below: the runs of what is unpacked.
+    """
+
+    source: fx.Node
+    above: tuple[fx.Node, ...]
+    outer: int
+    width: int
+    result: fx.Node | None
+    below: tuple[fx.Node, ...]
+    outer_below: int
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes that go."""
+        return (*self.above, *self.below)
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Two or more collectives that become one.
 
@@ -61,6 +89,7 @@ class Bucket:
         members: start nodes in the order in which they are laid out in the buffer.
         identities: the identity of each member, by which the bucket's own is combined.
         nbytes: sum over the members of the larger of input and output, in bytes; a symbolic size counts as its hint.
+        pieces: how kernels pack and unpack each member; none where plain operators do.
         coalesced: send each member where it lies, in one call, instead of copying all into one buffer; never where a
             member is not contiguous, empty, of symbolic size or of another element type.
     """
@@ -70,6 +99,16 @@ class Bucket:
     identities: tuple[Identity, ...]
     nbytes: int
     coalesced: bool = False
+    pieces: tuple[Piece, ...] = ()
+
+    def left_out(self, place: int) -> tuple[fx.Node, ...]:
+        """The nodes around a member that the kernels stand for."""
+        return self.pieces[place].nodes if self.pieces else ()
+
+    def results(self, place: int) -> list[fx.Node]:
+        """The nodes that what a member yields takes the place of."""
+        result = self.pieces[place].result if self.pieces else None
+        return waits_of(self.members[place]) if result is None else [result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +166,7 @@ class Plan:
             extra += [key.reduce_op] if key.reduce_op else []
             extra += [f"depth {key.depth}"] if key.depth else []
             extra += ["coalesced"] if bucket.coalesced else []
+            extra += ["kernels"] if bucket.pieces else []
             unit = f" of {key.param_group!r}" if key.param_group is not None else ""
             lines.append(f"  bucket {number}: {len(bucket.members)} x {key.role} ({key.transport.value})"
                          f"{unit} on group {key.group}, {bucket.nbytes / MIB:.2f} MiB, {', '.join(extra)}: "
@@ -151,6 +191,7 @@ class Plan:
                     "depth": b.key.depth,
                     "nbytes": b.nbytes,
                     "coalesced": b.coalesced,
+                    "kernels": bool(b.pieces),
                     "members": [m.name for m in b.members],
                 }
                 for b in self.buckets

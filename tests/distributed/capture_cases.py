@@ -130,6 +130,7 @@ def even() -> nn.Module:
     return Model(width=16)
 
 
+KERNELS = {"kernels": "triton"}
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 TWO_RANKS = {
@@ -141,7 +142,9 @@ TWO_RANKS = {
     "checkpointed": Case(build=checkpointed),
     "accumulate_and_clip": Case(micro_batches=2, clip=0.1),
     "columns": Case(build=even, shard=shard_columns),
+    "columns_in_kernels": Case(build=even, shard=shard_columns, options=KERNELS),
     "bf16": Case(shard=mixed(**BF16)),
+    "bf16_in_kernels": Case(shard=mixed(**BF16), options=KERNELS),
     "bf16_output_fp32": Case(shard=mixed(**BF16, output_dtype=torch.float32)),
     "bf16_reduce_in_bf16": Case(build=even, shard=mixed(param_dtype=torch.bfloat16, cast_forward_inputs=False)),
     "fp16_reduce": Case(shard=mixed(param_dtype=torch.float32, reduce_dtype=torch.float16)),

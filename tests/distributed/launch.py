@@ -10,9 +10,7 @@ shared: launches may run side by side under pytest-xdist.
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
-import importlib.util
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -21,17 +19,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.distributed import rank as one_rank
+from tests.distributed.rank import REPOSITORY
+
 _MARK = "COLLECTIVE_IDENTITY_TEST_LAUNCH"
 _TAIL_LINES = 60
 # With the agents' store, which outlives a restart, gloo reads the addresses of the ranks that have died (torch 2.13).
@@ -68,6 +66,44 @@ class ScriptOutcome:
     launcher_log: str
 
 
+class _Fork:
+    """A process that forks off the server, which starts with the first one; what `Popen` is for a fresh one."""
+
+    def __init__(self, work: Path, rank: int, environment: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        before = dict(os.environ)
+        os.environ.clear()
+        # The server's: torch reads the number of threads when imported. It outlives the launch, so it has no mark.
+        os.environ.update({name: value for name, value in environment.items() if name != _MARK})
+        try:
+            context.set_forkserver_preload(["tests.distributed.imported"])
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self._process = context.Process(target=one_rank.forked, args=(work, rank, dict(environment)))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.kill()  # before it had a session of its own no signal to its group reaches it
+        self._process.join()
+
+
+Started: TypeAlias = "subprocess.Popen[bytes] | _Fork"
+
+
 def launch(
     fn: Callable[..., Any],
     ranks: int,
@@ -82,16 +118,16 @@ def launch(
     """Run `fn(rank, ranks, *args)` on `ranks` processes; return the values in rank order.
 
     `backend=None` starts no process group. `store` is "file" or "tcp" (rank 0 serves on a port the system
-    picks). `env` adds to the environment; by default one thread, one compile thread and a fresh inductor
-    cache per rank. `check=False` returns a `RankOutcome` per rank and raises only at the deadline. After
-    the first failure the other ranks get `grace` seconds to end by themselves. `timeout` is in seconds and
-    covers start-up (import torch: ~3 s).
+    picks). Each has one thread, one compile thread and a fresh inductor cache. `env` adds to the environment, in
+    processes that start Python anew; without it they are forks of a server that has imported torch once.
+    `check=False` returns a `RankOutcome` per rank and raises only at the deadline. After the first failure the other
+    ranks get `grace` seconds to end by themselves. `timeout` is in seconds and covers start-up.
     """
     if store not in ("file", "tcp"):
         raise ValueError(f"store must be 'file' or 'tcp', not {store!r}")
     mark = uuid.uuid4().hex
     work = Path(tempfile.mkdtemp(prefix="launch-"))
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Started] = []
     try:
         job = {
             "path": sys.path,
@@ -106,8 +142,12 @@ def launch(
         }
         (work / "job").write_bytes(pickle.dumps(job))
         for rank in range(ranks):
-            command = [sys.executable, "-u", os.path.abspath(__file__), str(work), str(rank)]
-            processes.append(_start(command, work / f"log{rank}", _environment(mark, work / f"inductor{rank}", env)))
+            environment = _environment(mark, work / f"inductor{rank}", env)
+            if env is None:
+                processes.append(_Fork(work, rank, environment))
+            else:
+                command = [sys.executable, "-u", os.path.abspath(one_rank.__file__), str(work), str(rank)]
+                processes.append(_start(command, work / f"log{rank}", environment))
         expired = not _wait(processes, timeout, grace if check else None)
         outcomes = [_outcome(work, rank, process) for rank, process in enumerate(processes)]
     finally:
@@ -177,7 +217,7 @@ def run_hosts(
     with socket.socket() as probe:
         probe.bind((hosts[0], 0))
         endpoint = f"{hosts[0]}:{probe.getsockname()[1]}"
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Started] = []
     try:
         for number, host in enumerate(hosts):
             command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
@@ -230,7 +270,7 @@ def _environment(mark: str, cache: Path, extra: Mapping[str, str] | None) -> dic
     return env
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: float | None) -> bool:
+def _wait(processes: Sequence[Started], timeout: float, grace: float | None) -> bool:
     """True when all ended (or, with `grace`, that long after the first failure); False at the deadline."""
     deadline = time.monotonic() + timeout
     failed_at: float | None = None
@@ -248,7 +288,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: f
         time.sleep(0.02)
 
 
-def _kill(mark: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(mark: str, processes: Sequence[Started]) -> None:
     for process in processes:
         if process.poll() is None:
             _signal(process.pid, group=True)
@@ -286,7 +326,7 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _outcome(work: Path, rank: int, process: subprocess.Popen[bytes]) -> RankOutcome:
+def _outcome(work: Path, rank: int, process: Started) -> RankOutcome:
     log = (work / f"log{rank}").read_text(errors="replace")
     value, written = None, work / f"value{rank}"
     if process.returncode == 0 and written.exists():
@@ -312,87 +352,3 @@ def _tails(head: str, outcomes: Sequence[RankOutcome]) -> str:
         f"----- rank {o.rank} (exit code {o.exit_code}), last lines -----\n{_tail(o.log)}" for o in outcomes
     ]
     return "\n".join([head, *parts])
-
-
-# ---- in the child ----
-
-
-def _load(job: Mapping[str, Any]) -> ModuleType:
-    """Import the module of the function under the name it has in the parent, whatever way pytest imported
-    it."""
-    name: str = job["module"] if job["module"] != "__main__" else "__launched__"
-    try:
-        module = importlib.import_module(name)
-        if getattr(module, "__file__", None) == job["file"]:
-            return module
-    except ImportError:
-        pass
-    spec = importlib.util.spec_from_file_location(name, job["file"])
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _start_process_group(work: Path, rank: int, job: Mapping[str, Any]) -> None:
-    import torch.distributed as dist
-
-    ranks: int = job["ranks"]
-    store: dist.Store
-    if job["store"] == "file":
-        store = dist.FileStore(str(work / "store"), ranks)
-    else:
-        port = work / "port"
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-            written = work / "port.new"
-            written.write_text(str(store.port))
-            written.rename(port)
-        else:
-            while not port.exists():
-                time.sleep(0.01)
-            store = dist.TCPStore("127.0.0.1", int(port.read_text()), ranks, is_master=False)
-    dist.init_process_group(job["backend"], store=store, rank=rank, world_size=ranks)
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(99)
-
-
-def _child(work: Path, rank: int) -> int:
-    job = pickle.loads((work / "job").read_bytes())
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    faulthandler.dump_traceback_later(job["dump_after"], exit=False)
-    sys.path[:] = [*job["path"], str(REPOSITORY)]
-    function: Any = _load(job)
-    for part in job["function"].split("."):
-        function = getattr(function, part)
-    args = pickle.loads(job["args"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]))
-    if job["backend"] is not None:
-        _start_process_group(work, rank, job)
-    value = function(rank, job["ranks"], *args)
-    written = work / f"value{rank}.new"
-    written.write_bytes(pickle.dumps(value))
-    written.rename(work / f"value{rank}")
-    if job["backend"] is not None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        code = _child(Path(sys.argv[1]), int(sys.argv[2]))
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -23,6 +23,19 @@ from tests.distributed.capture_runs import data_rank, local_state
 STEPS = 5
 
 
+class Twice(capture_cases.Model):
+    """Its blocks run one after the other, twice over."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+CASES = {**capture_cases.TWO_RANKS, **capture_cases.FOUR_RANKS, "twice": capture_cases.Case(build=Twice)}
+
+
 def batch(rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, capture_cases.CLASSES, (4, 5), generator=generator)
@@ -65,7 +78,7 @@ def clip(model: nn.Module) -> None:
 
 
 def prepared(name: str) -> nn.Module:
-    case = {**capture_cases.TWO_RANKS, **capture_cases.FOUR_RANKS}[name]
+    case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
     case.shard(model)

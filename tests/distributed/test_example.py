@@ -83,7 +83,7 @@ def test_fp32_equals_eager_fsdp2_at_every_step(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("runs/*/*")) == ["rank0.jsonl", "rank1.jsonl", "store.json"]
     # root and one block: two gathers forward, the block's re-gather (the root is kept), two reductions
     assert line["collectives"]["after_bucketing"] == {PARAM_UNSHARD: 3, GRAD_REDUCE_SHARD: 2}
-    assert line["seconds"]["passes"] < 0.05 * line["seconds"]["compile"]
+    assert 0 < line["seconds"]["passes"] < line["seconds"]["compile"]
 
 
 @pytest.mark.parametrize("bucketing", [(), ("--no-bucketing",)], ids=["bucketed", "apart"])

@@ -15,22 +15,31 @@ pytestmark = pytest.mark.distributed
 Run = step_runs.Run
 EAGER = {"inner": "aot_eager"}
 TWO = [
-    *(Run("uneven", optimizer) for optimizer in ("adamw", "adamw foreach", "adamw fused", "sgd")),
+    *(Run("uneven", optimizer) for optimizer in ("adamw", "sgd")),
     Run("bf16", "adamw fused", clip=True),
     Run("nested", "adamw", inside=False),
     Run("keep_after_forward", "adamw fused"),
     Run("checkpointed", "adamw"),
+    Run("twice", "adamw"),
     Run("uneven", "adamw", inside=False, options=EAGER),
     Run("uneven", "adamw foreach", options=EAGER, clip=True),
     Run("uneven", "adamw fused", options=EAGER),
 ]
+OPTIMIZERS_MORE = ("adamw foreach", "adamw fused", "adam amsgrad", "sgd foreach", "rmsprop", "adagrad")
 MORE = [
-    *(Run("uneven", optimizer) for optimizer in ("adam amsgrad", "sgd foreach", "rmsprop", "adagrad")),
+    *(Run("uneven", optimizer) for optimizer in OPTIMIZERS_MORE),
     Run("uneven", "adamw", inside=False),
     Run("uneven", "adamw foreach", clip=True),
     Run("uneven", "sgd", options=EAGER),
 ]
-FOUR = [Run("hybrid", "adamw foreach", clip=True), Run("tensor_parallel", "sgd", inside=False)]
+FOUR = [
+    Run("hybrid", "adamw foreach", clip=True),
+    Run("tensor_parallel", "sgd", inside=False),
+    Run("uneven", "adamw", clip=True),
+    Run("uneven", "adamw fused", options=EAGER),
+    Run("bf16", "adamw foreach"),
+    Run("twice", "adamw"),
+]
 
 
 def check(found: dict[str, dict[str, Any]]) -> None:
@@ -53,6 +62,9 @@ def test_two_ranks_replay_exactly() -> None:
     assert found["uneven, adamw, in the graph"]["captured"][PARAM_UNSHARD] == {
         "forward": 14, "regather": 8, "backward": 0
     }
+    assert found["twice, adamw, in the graph"]["captured"][PARAM_UNSHARD] == {
+        "forward": 26, "regather": 8, "backward": 0
+    }, "the second call of a block gathers again, as the backward of both does"
     assert found["keep_after_forward, adamw fused, in the graph"]["captured"][PARAM_UNSHARD]["regather"] == 0
 
 
@@ -64,10 +76,13 @@ def test_every_optimizer_replays_exactly() -> None:
 
 
 def test_four_ranks_replay_exactly() -> None:
+    """In one dimension as well: gloo adds up four numbers in an order that their place in the buffer decides."""
     found = launch(step_runs.replay, 4, FOUR, timeout=300)[0]
+    assert len(found) == len(FOUR)
     check(found)
-    hybrid, tensor = found.values()
-    assert hybrid["roles"][GRAD_REPLICATE_REDUCE] == 14
+    hybrid, tensor, *plain = found.values()
+    assert hybrid["roles"][GRAD_REPLICATE_REDUCE] == 3
+    assert {facts["roles"][GRAD_REDUCE_SHARD] for facts in (hybrid, *plain)} == {3}, "one a unit, as FSDP2's"
     assert tensor["unlabelled"] == 4, "tensor parallelism's own all-reduces"
 
 

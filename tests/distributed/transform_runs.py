@@ -48,6 +48,7 @@ def everything(gm: fx.GraphModule) -> None:
 
 PASSES: dict[str, Callable[[fx.GraphModule], object]] = {
     "bucket": bucket_collectives,
+    "bucket for kernels": lambda gm: bucket_collectives(gm, kernels="triton"),
     "bucket by name, coalesced": lambda gm: bucket_collectives(gm, order="fqn", coalesced=BUCKETED),
     "bucket across units, as bytes": lambda gm: bucket_collectives(gm, order="graph", mixed_dtypes=True),
     "dedup": dedup_reduce_scatters,

@@ -254,7 +254,7 @@ def test_a_plan_can_be_read_and_stored() -> None:
     assert stored["buckets"] == [{
         "role": UNSHARD, "transport": "all_gather", "group": "dp", "group_size": 2, "dtype": "float32",
         "device": "cpu", "reduce_op": None, "param_group": "layers.0", "depth": 0, "nbytes": 1280,
-            "coalesced": False, "members": n,
+            "coalesced": False, "kernels": False, "members": n,
     }]
     assert stored["refusals"] == [{
         "node": "reduce_scatter_tensor_default", "reason": "BK017", "slug": "alone",

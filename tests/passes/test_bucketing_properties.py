@@ -240,11 +240,12 @@ def truthful(gm: fx.GraphModule, inputs: list[list[torch.Tensor]], seed: int, ol
 
 @SLOW
 @given(st.integers(0, 2**32), st.sampled_from(["param_group", "graph", "fqn"]),
-       st.sampled_from([None, 0.0002, [0.0001, 0.0004]]), st.sets(st.sampled_from(BUCKETED)))
+       st.sampled_from([None, 0.0002, [0.0001, 0.0004]]), st.sets(st.sampled_from(BUCKETED)),
+       st.sampled_from(["ops", "triton"]))
 def test_values_writes_and_random_numbers_stay_the_same(
-    seed: int, order: str, cap: Any, coalesced: set[Transport]
+    seed: int, order: str, cap: Any, coalesced: set[Transport], kernels: str
 ) -> None:
-    check(seed, order=order, cap_mb=cap, coalesced=coalesced)
+    check(seed, order=order, cap_mb=cap, coalesced=coalesced, kernels=kernels)
 
 
 def test_the_random_graphs_reach_what_they_are_for() -> None:
@@ -252,6 +253,8 @@ def test_the_random_graphs_reach_what_they_are_for() -> None:
     for seed in range(40):
         met += check(seed, order="graph")
         check(seed, order="graph", coalesced=BUCKETED)
+        if seed % 4 == 0:
+            check(seed, order="graph", kernels="triton")
     assert met["bucketed"] > 100
     assert {"no_role", "other_role", "depends", "mutated", "incompatible", "alone"} <= set(met)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from torch import fx
 
 from inductor_passes.device_policy import OperatorPolicy
 from inductor_passes.options import KINDS, BackendOptions, OptionError, parse_options
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def nothing(gm: fx.GraphModule) -> None: ...
@@ -39,6 +45,7 @@ BAD = [
     ({"order": "size"}, "option 'order' expects one of 'param_group', 'graph', 'fqn', found 'size'"),
     ({"bucketing": 1}, "option 'bucketing' expects one of True, False, found 1"),
     ({"bucketing": None}, "option 'bucketing' expects one of True, False, found None"),
+    ({"kernels": "cuda"}, "option 'kernels' expects one of 'ops', 'triton', 'auto', found 'cuda'"),
     ({"dedup": True}, "option 'dedup' expects one of 'off', 'drop', 'refuse', found True"),
     ({"fusion": "tp"}, "option 'fusion' expects one of True, False, found 'tp'"),
     ({"mixed_dtypes": 0}, "option 'mixed_dtypes' expects one of True, False, found 0"),
@@ -84,14 +91,26 @@ def test_a_bad_value_is_refused(options: dict[str, Any], message: str) -> None:
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("name", ["buckets", "inductor", "triton", "triton.no_such"])
+def test_the_page_has_every_option_and_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| \S", (REPOSITORY / "docs" / "options.md").read_text(), re.MULTILINE)
+    options = {f.name: getattr(BackendOptions(), f.name) for f in dataclasses.fields(BackendOptions)}
+    del options["inductor"]
+    assert {name: ast.literal_eval(default) for name, default in rows} == options and len(rows) == len(options)
+
+
+def test_a_name_close_to_an_option_is_offered() -> None:
+    with pytest.raises(OptionError, match=r"found 'overlapp' \(did you mean 'overlap'\?\): remove or correct them$"):
+        parse_options({"overlapp": 1}, None)
+
+
+@pytest.mark.parametrize("name", ["blocks", "inductor", "triton", "triton.no_such"])
 def test_an_unknown_option_is_refused_with_those_that_exist(name: str) -> None:
     with pytest.raises(OptionError) as raised:
         parse_options({name: 1, "order": "graph"}, None)
     assert str(raised.value) == (
         "backend 'collective_identity' expects options among bucketing, cap_mb, coalesced, dedup, dump, fqns, "
-        "fusion, inner, kinds, mixed_dtypes, order, overlap, policy, pre_passes, reshard, strict_lite, or Inductor's "
-        f"own (torch._inductor.list_options()), found {name!r}: remove or correct them"
+        "fusion, inner, kernels, kinds, mixed_dtypes, order, overlap, policy, pre_passes, reshard, strict_lite, or "
+        f"Inductor's own (torch._inductor.list_options()), found {name!r}: remove or correct them"
     )
 
 
@@ -181,6 +200,7 @@ DIFFERENT: list[dict[str, Any]] = [
     {"mixed_dtypes": True},
     {"coalesced": ["all_gather"]},
     {"dedup": "drop"},
+    {"kernels": "triton"},
     {"dedup": "refuse"},
     {"fusion": True},
     {"reshard": False},

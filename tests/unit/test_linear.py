@@ -5,6 +5,7 @@ Processor seconds, the best of several runs; ``python -m benchmarks classify`` g
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,13 +26,22 @@ from tests.shapes import MORE_SHAPES, SHAPES, C, Nodes, built, chain, one_of_eac
 SMALL, LARGE, AT_MOST = 250, 2500, 25
 
 
-
 def growth(shape: Callable[[Nodes, int], list[fx.Node]], run: Callable[[fx.GraphModule], Any]) -> float:
     def seconds(size: int) -> float:
         gm = built(shape, size)
         return best_of_four(lambda: run(gm))
 
-    return seconds(LARGE) / seconds(SMALL)
+    return least_growth(seconds)
+
+
+def least_growth(seconds: Callable[[int], float]) -> float:
+    """Of up to three looks, since another process may slow any one of them; a quadratic rule is far over in all."""
+    found = math.inf
+    for _ in range(3):
+        found = min(found, seconds(LARGE) / seconds(SMALL))
+        if found < AT_MOST:
+            break
+    return found
 
 
 def best_of_four(run: Callable[[], Any]) -> float:
@@ -61,7 +71,7 @@ def test_the_groups_of_many_subgraphs(rules: Any) -> None:
             views.append(build_view({node: launch for node in g.graph.nodes if (launch := launch_of(node))}, rules))
         return best_of_four(lambda: structural_roles(views, rules, fsdp_groups=[f"said{i}" for i in range(size)]))
 
-    assert seconds(LARGE) / seconds(SMALL) < AT_MOST
+    assert least_growth(seconds) < AT_MOST
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
