@@ -88,13 +88,13 @@ def declare_step(session: Session, model: nn.Module) -> None:
 
     What was declared for the model itself is taken back if nothing was compiled since: this step may be all there is.
     """
-    expected = expected_collectives(model)
+    expected, _ = session.ledger.models.named(expected_collectives(model), model)
     records = session.ledger.records()
     alone = [at for at, r in enumerate(records) if isinstance(r, ExpectedRecord) and r.model == expected.model]
     if alone and not any(isinstance(r, GraphRecord) for r in records[alone[-1] :]):
-        session.declare(replace(expected, rows=()))
+        session.declare(replace(expected, rows=()), model)
     rows = tuple(row if row.role == PARAM_UNSHARD else replace(row, count=row.buckets) for row in expected.rows)
-    declare_again(session, replace(expected, model=f"{expected.model} step", rows=rows))
+    declare_again(session, replace(expected, model=f"{expected.model} step", rows=rows), model)
 
 
 def _without(specs: Sequence[ParamSpec]) -> str:

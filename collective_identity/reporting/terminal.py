@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .report import Report
+from .report import FAULTS, Report
 from .steps import PHASES
 
 _STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
@@ -29,7 +29,7 @@ def render(
     """
     console = _console(file, width)
     data = report.to_dict()
-    _head(console, data)
+    _head(console, data, len(report.faults(FAULTS)))
     if data["coverage"]:
         for part in _coverage(data, console.width):
             console.print(part)
@@ -82,11 +82,14 @@ def _console(file: IO[str] | None, width: int | None) -> Console:
     return console
 
 
-def _head(console: Console, data: dict[str, Any]) -> None:
+def _head(console: Console, data: dict[str, Any], faults: int) -> None:
     run = data["run"] or {}
     counts = data["counts"]
     line = Text("collective identity: ")
-    line.append("ok" if data["ok"] else "NOT OK", style="bold green" if data["ok"] else "bold red")
+    if data["ok"] and faults:
+        line.append(f"as declared, but `check` finds {faults} fault{'s' * (faults > 1)}", style="bold yellow")
+    else:
+        line.append("ok" if data["ok"] else "NOT OK", style="bold green" if data["ok"] else "bold red")
     line.append(
         f"  {data['ranks']} ranks, mode {run.get('mode', '?')}, torch {run.get('torch', '?')}; "
         f"agreement {data['agreement']}; compile {data['seconds']['compile']:.2f} s, "
