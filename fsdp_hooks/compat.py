@@ -230,6 +230,12 @@ def uses_default_comms(group: Any) -> bool:
     )
 
 
+def uses_symm_mem(group: Any) -> bool:
+    """True for the objects that ``set_symm_mem_for_comm`` puts there (torch 2.12 and later)."""
+    names = ("_all_gather_comm", "_reduce_scatter_comm")
+    return any(type(getattr(group, name, None)).__name__.startswith("SymmMem") for name in names)
+
+
 def has_all_gather_extension(param: Any) -> bool:
     """True for a parameter subclass with ``fsdp_pre_all_gather`` (float8 and the like)."""
     return hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")

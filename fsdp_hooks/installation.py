@@ -89,6 +89,7 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     session = collective_identity.session.ensure(run_dir=run_dir)
 
     _capture(model, planned)  # nothing below refuses
+    warn_of_stale_optimizers(model)
     if expected.rows:  # one rank alone neither gathers nor reduces
         session.declare(expected, model)
     logger.info(
@@ -103,6 +104,7 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
 def install_undeclared(model: nn.Module) -> None:
     """As :func:`install`, for a while: no report is to expect anything of it."""
     _capture(model, _checked(model))
+    warn_of_stale_optimizers(model)
 
 
 def _checked(model: nn.Module) -> list[_Planned]:
@@ -126,7 +128,6 @@ def _capture(model: nn.Module, planned: list[_Planned]) -> None:
     touched = (*installation.managed, *installation.bound)
     installation.classes = capture_by_class(touched, refusals.methods_of_installed)
     model.__dict__[_INSTALLED] = installation
-    warn_of_stale_optimizers(model)
 
 
 def is_installed(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ WAY_OUT = "remove it, or train this model with eager FSDP2 (leave out fsdp_hooks
 
 _GROUP_OPTIONS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("gradients that eager FSDP2 accumulated and did not reduce yet", compat.gradients_wait),
+    ("set_symm_mem_for_comm", compat.uses_symm_mem),
     ("a custom all-gather or reduce-scatter object", lambda g: not compat.uses_default_comms(g)),
     ("set_all_reduce_hook", lambda g: getattr(g, "_all_reduce_hook", None) is not None),
     ("set_reduce_scatter_unused_params(True)", lambda g: bool(getattr(g, "reduce_scatter_unused_params", False))),
@@ -144,7 +145,7 @@ def warn_of_hooks(one: Managed, unit: Unit) -> None:
                 f"module {name!r}: has a forward hook that eager FSDP2 runs between the casts of its mp_policy and a "
                 "captured module outside them, so it sees other dtypes: register it on a module inside or around this "
                 "one",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -43,7 +43,8 @@ def _stale(model: nn.Module) -> list[torch.optim.Optimizer]:
     suspects = []
     for optimizer in instances(torch.optim.Optimizer):
         stepped = _params(optimizer)
-        missing = {shape for key, shape in mine.items() if key not in set(map(id, stepped))}
+        held_here = {id(param) for param in stepped}
+        missing = {shape for key, shape in mine.items() if key not in held_here}
         strangers = [param for param in stepped if id(param) not in mine and param.shape in missing]
         in_part = any(id(param) in mine for param in stepped)
         if strangers and (in_part or len(strangers) == len(stepped)):

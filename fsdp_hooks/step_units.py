@@ -38,16 +38,19 @@ class OpenedUnit:
 
     def gather_all(self) -> dict[str, torch.Tensor]:
         """Every parameter in full, gathered when it is first asked for; without autograd anew."""
+        if torch.is_grad_enabled() in self._full and not compat_checkpoint.recomputing():
+            self.reopened.append(compat_step.last_traced_node())
+        return dict(self._held())
+
+    def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
+        """One parameter that is read while the unit is closed: by a checkpoint that runs again, say."""
+        return self._held()[spec.fqn]
+
+    def _held(self) -> dict[str, torch.Tensor]:
         graded = torch.is_grad_enabled()
         if graded not in self._full:
             self._full[graded] = self._gathered()
-        elif not compat_checkpoint.recomputing():
-            self.reopened.append(compat_step.last_traced_node())
-        return dict(self._full[graded])
-
-    def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
-        """One parameter that a checkpoint reads again: what the forward gathered."""
-        return self._full[True][spec.fqn]
+        return self._full[graded]
 
     def _gathered(self) -> dict[str, torch.Tensor]:
         unit = self._unit

@@ -113,6 +113,7 @@ class Row:
     `covers` names what it tests: ``fully_shard(mesh)``, ``FSDPModule.reshard``, ``MixedPrecisionPolicy.param_dtype``.
     `build` makes the sharded model; `before` runs before each forward with ``(model, step, micro-batch)``. A row with
     `refuse` is refused: by install, or, where `refuse` does more than build, by what it calls on an installed model.
+    Rows that differ in their words alone share a run: together their options are as in eager, so each is.
     `exact` is False where the last bits differ, `declared` where a step issues more or less than one
     pass through every module.
     """
@@ -232,13 +233,35 @@ def registered() -> nn.Module:
     return model
 
 
-def prefetching(model: nn.Module) -> None:
-    model.set_modules_to_forward_prefetch([model.blocks[0]])
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+HINTS = {
+    "set_modules_to_forward_prefetch": "the graph has an order of its own",
+    "set_modules_to_backward_prefetch": "the graph has an order of its own",
+    "set_is_last_backward": "it frees eager FSDP2's own state",
+    "set_post_optim_event": "the graph runs on the current stream",
+    "set_reduce_scatter_max_input_buffers": "eager FSDP2's buffers",
+    "set_allocate_memory_from_process_group_for_comm": "the compiler allocates buffers",
+}
 
 
-def backward_prefetching(model: nn.Module) -> None:
-    model.set_modules_to_backward_prefetch([model.blocks[1]])
+def hinted() -> nn.Module:
+    """Every hint that the installed torch has, on one model: none may have an effect."""
+    model = sharded()
+    first, second = model.blocks
+    given: dict[str, tuple[tuple[nn.Module, Any], ...]] = {
+        "set_modules_to_forward_prefetch": ((model, [first]), (first, [second])),
+        "set_modules_to_backward_prefetch": ((model, [second]),),
+        "set_is_last_backward": ((model, True),),
+        "set_post_optim_event": ((model, torch.cpu.current_stream().record_event()),),
+        "set_reduce_scatter_max_input_buffers": ((model, 2),),
+        "set_allocate_memory_from_process_group_for_comm": ((first, True), (second, True), (model, True)),
+    }
+    for name, calls in given.items():
+        for module, value in calls:
+            if hasattr(module, name):
+                getattr(module, name)(value)
+    if hasattr(fsdp, "share_comm_ctx"):
+        fsdp.share_comm_ctx([model])
+    return model
 
 
 def no_sync(model: nn.Module, step: int, micro: int) -> None:
@@ -293,6 +316,14 @@ def float8_gathered() -> nn.Module:
     assert 0 < error < weight.abs().max() / 8
     model.blocks[0].reshard()
     return model
+
+
+def foreach(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, foreach=True)
+
+
+def fused(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, fused=True)
 
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -379,19 +410,7 @@ EQUAL: tuple[Row, ...] = (
     Row("set_unshard_in_backward(False)", option("set_unshard_in_backward"),
         "no effect: backward gathers again what it reads and nothing else",
         build=without_unshard_in_backward),
-    Row("set_modules_to_forward_prefetch", option("set_modules_to_forward_prefetch"),
-        "no effect: the graph has an order of its own", build=after(prefetching)),
-    Row("set_modules_to_backward_prefetch", option("set_modules_to_backward_prefetch"),
-        "no effect: the graph has an order of its own", build=after(backward_prefetching)),
-    Row("set_is_last_backward", option("set_is_last_backward"), "no effect: it frees eager FSDP2's own state",
-        build=after(lambda model: model.set_is_last_backward(True))),
-    Row("set_post_optim_event", option("set_post_optim_event"), "no effect: the graph runs on the current stream",
-        build=after(lambda model: model.set_post_optim_event(torch.cpu.current_stream().record_event()))),
-    Row("set_reduce_scatter_max_input_buffers", option("set_reduce_scatter_max_input_buffers"),
-        "no effect: eager FSDP2's buffers", build=after(lambda m: m.set_reduce_scatter_max_input_buffers(2))),
-    Row("set_allocate_memory_from_process_group_for_comm",
-        option("set_allocate_memory_from_process_group_for_comm"), "no effect: the compiler allocates buffers",
-        build=after(blocks("set_allocate_memory_from_process_group_for_comm", True))),
+    *(Row(name, option(name), f"no effect: {why}", build=hinted) for name, why in HINTS.items()),
     Row("set_separate_reduce_scatter_group", option("set_separate_reduce_scatter_group"),
         "reduce-scatters carry that group", build=after(lambda m: m.set_separate_reduce_scatter_group(True))),
     Row("reshard()", option("reshard"), "nothing to do: full parameters live within a forward",
@@ -400,8 +419,7 @@ EQUAL: tuple[Row, ...] = (
         before=lambda model, step, micro: model.reset_iter_state() if step else None),
     Row("register_fsdp_forward_method", ("register_fsdp_forward_method",), "the method opens the unit as forward does",
         build=registered),
-    Row("share_comm_ctx", ("share_comm_ctx",), "no effect: eager FSDP2's streams",
-        build=after(lambda model: fsdp.share_comm_ctx([model]))),
+    Row("share_comm_ctx", ("share_comm_ctx",), "no effect: eager FSDP2's streams", build=hinted),
     Row("a meta-device model, materialised before install", (), "as any other", build=meta_then_materialised),
     Row("buffers", (), "read as they are", build=lambda: sharded("buffers")),
     Row("a parameter that two modules share", (), "one gather, one reduction", build=lambda: sharded("tied")),
@@ -416,14 +434,12 @@ EQUAL: tuple[Row, ...] = (
         extra="shapes", declared=False),
     Row("a graph break in user code", (), "every piece is captured", build=lambda: sharded("graph break"),
         fullgraph=False),
-    Row("no_grad between training steps", (), "another graph", extra="no_grad"),
-    Row("clip_grad_norm_", (), "gradients are FSDP2's DTensors", extra="clip"),
-    Row("GradScaler", (), "gradients are FSDP2's DTensors", extra="scaler"),
-    Row("AdamW(foreach=True)", (), "the optimizer sees FSDP2's shards",
-        optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, foreach=True)),
-    Row("AdamW(fused=True)", (), "the optimizer sees FSDP2's shards",
-        optimizer=lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True)),
-    Row("an EMA copy of the parameters", (), "outside forward parameters are FSDP2's shards", extra="ema"),
+    Row("no_grad between training steps", (), "another graph", extra="no_grad, ema"),
+    Row("an EMA copy of the parameters", (), "outside forward parameters are FSDP2's shards", extra="no_grad, ema"),
+    Row("clip_grad_norm_", (), "gradients are FSDP2's DTensors", extra="clip", optimizer=foreach),
+    Row("AdamW(foreach=True)", (), "the optimizer sees FSDP2's shards", extra="clip", optimizer=foreach),
+    Row("GradScaler", (), "gradients are FSDP2's DTensors", extra="scaler", optimizer=fused),
+    Row("AdamW(fused=True)", (), "the optimizer sees FSDP2's shards", extra="scaler", optimizer=fused),
     Row("a mesh of one rank", ("fully_shard(mesh)",), "nothing to gather, nothing to reduce", build=one_rank),
     Row("tensor-parallel parameters (DTensors)", (), "gathered over the data-parallel axis", build=tensor_parallel,
         ranks=4),
@@ -458,6 +474,11 @@ REFUSED: tuple[Row, ...] = (
         refuse=installed("set_manual_backward_finalization", True)),
     Row("finalize_backward()", option("finalize_backward"), "", refuse=installed("finalize_backward")),
 )
+
+
+def same_run(row: Row) -> Row:
+    """What a row runs, without its words."""
+    return dataclasses.replace(row, option="", covers=(), meaning="")
 
 
 def rows(ranks: int | None = None) -> list[Row]:

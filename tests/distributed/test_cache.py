@@ -203,7 +203,7 @@ def test_the_warm_start_command_prints_both(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "examples" / "warm_start.py"), "--layers", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if "FxGraphCache" in line}
     assert "2 miss" in lines["cold"] and "2 hit" in lines["warm"], done.stdout
     if JOINT:
         assert "1 miss" in lines["cold"] and "1 hit" in lines["warm"], done.stdout

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 Run = step_runs.Run
 EAGER = {"inner": "aot_eager"}
 TWO = [
-    *(Run("uneven", optimizer) for optimizer in ("adamw", "adamw foreach", "adamw fused", "sgd")),
+    *(Run("uneven", optimizer) for optimizer in ("adamw", "sgd")),
     Run("bf16", "adamw fused", clip=True),
     Run("nested", "adamw", inside=False),
     Run("keep_after_forward", "adamw fused"),
@@ -25,8 +25,9 @@ TWO = [
     Run("uneven", "adamw foreach", options=EAGER, clip=True),
     Run("uneven", "adamw fused", options=EAGER),
 ]
+OPTIMIZERS_MORE = ("adamw foreach", "adamw fused", "adam amsgrad", "sgd foreach", "rmsprop", "adagrad")
 MORE = [
-    *(Run("uneven", optimizer) for optimizer in ("adam amsgrad", "sgd foreach", "rmsprop", "adagrad")),
+    *(Run("uneven", optimizer) for optimizer in OPTIMIZERS_MORE),
     Run("uneven", "adamw", inside=False),
     Run("uneven", "adamw foreach", clip=True),
     Run("uneven", "sgd", options=EAGER),

@@ -101,6 +101,28 @@ def waiting() -> Model:
     return model
 
 
+def one_group(module: nn.Module) -> tuple[Any, str]:
+    (group,) = compat.groups_of(compat.state_of(module, ""), "")
+    return group, ""
+
+
+def in_symmetric_memory() -> Model:
+    """As set_symm_mem_for_comm leaves it, which needs an allocator that only some builds of torch have."""
+    model = sharded()
+    group, _ = one_group(model.blocks[0])
+    group._all_gather_comm = type("SymmMemAllGather", (), {})()
+    return model
+
+
+def tied_across_groups() -> Model:
+    model = Model()
+    model.blocks[1].weight = model.blocks[0][0].weight
+    mesh = init_device_mesh("cpu", (4,))
+    for module in (model.blocks[1], model.blocks[0], model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
 def grouped_root() -> Model:
     """Without a root above them, FSDP2's lazy initialisation would raise its own error."""
     model = Model()
@@ -114,6 +136,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     ("a custom all-gather or reduce-scatter object", call("set_custom_all_gather", object()), WAY_OUT),
     ("a custom all-gather or reduce-scatter object", call("set_custom_reduce_scatter", object()), WAY_OUT),
     ("set_all_reduce_hook", call("set_all_reduce_hook", lambda output: None), WAY_OUT),
+    ("set_symm_mem_for_comm", in_symmetric_memory, WAY_OUT),
     ("gradients that eager FSDP2 accumulated and did not reduce yet", waiting, WAY_OUT),
     ("replicate() (a mesh without a shard dimension)", replicated, WAY_OUT),
     (f"fsdp_pre_all_gather / fsdp_post_all_gather {WEIGHT}", own_gather, WAY_OUT),
@@ -172,6 +195,21 @@ def test_parameter_options_of_newer_torch(option: str) -> None:
         fsdp_hooks.install(model)
     assert str(raised.value) == (
         f"module 'blocks.1': fsdp_hooks does not support {option} (parameter 'blocks.1.bias'): {WAY_OUT}"
+    )
+
+
+def test_a_parameter_shared_across_groups() -> None:
+    """Torch 2.11 unties it without a word, and so it stays."""
+    model = tied_across_groups()
+    if compat.original_number(compat.params_of(*one_group(model.blocks[1]))[0]) is None:
+        assert fsdp_hooks.install(model) is model
+        return
+    with pytest.raises(UnsupportedOption) as raised:
+        fsdp_hooks.install(model)
+    assert str(raised.value) == (
+        "module 'blocks.1': fsdp_hooks does not support a parameter shared across groups ('blocks.1.weight' is "
+        "'blocks.0.0.weight', which another fully_shard call has): give both modules to one call, "
+        "fully_shard([a, b]), or leave both to the call on the model"
     )
 
 
@@ -251,8 +289,9 @@ def test_a_hook_between_the_casts_of_mixed_precision_is_named(kind: str) -> None
         return fully_shard(made, mesh=mesh)
 
     both = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    with pytest.warns(UserWarning, match="module 'blocks.1': has a forward hook that eager FSDP2 runs between the cas"):
+    with pytest.warns(UserWarning, match="module 'blocks.1': has a forward hook that eager FSDP2 runs bet") as warned:
         fsdp_hooks.install(model(both))
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         fsdp_hooks.install(model(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)))

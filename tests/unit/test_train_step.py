@@ -76,6 +76,34 @@ def test_gradients_of_a_unit_are_reduced_in_one_buffer() -> None:
         assert ci.report().to_dict()["ok"] is True
 
 
+class CalledFromOutside(nn.Module):
+    """Its block's unit never opens: one of its methods runs instead of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.blocks[0].weight)
+
+
+@pytest.mark.parametrize("graded", [True, False], ids=["graded first", "no_grad first"])
+def test_a_unit_that_never_opens_is_gathered_where_it_is_read(graded: bool) -> None:
+    model = CalledFromOutside()
+    fsdp_hooks.data_parallel(model, init_device_mesh("cpu", (4,)))
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(graded):
+            first = model(x)
+        return model(first).sum()
+
+    step = fsdp_hooks.trace_train_step(model, loss, (torch.ones(2, 8),))
+    step(torch.ones(2, 8))
+    assert model.blocks[0].weight.grad is not None and model.blocks[0].bias.grad is None
+    roles = [ci.identity_of(node) for node in ci.start_nodes(step.graph_module)]
+    assert [one.params for one in roles if one and one.role == ci.GRAD_REDUCE_SHARD] == [("blocks.0.weight",)]
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 

@@ -94,7 +94,7 @@ def test_an_optimizer_built_between_two_calls_of_fully_shard_is_named() -> None:
     later = torch.optim.SGD([*model.head.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.warns(UserWarning, match="SGD holds parameters that .*Model had before") as warned:
         fsdp_hooks.install(model)
-    assert len(warned) == 1 and len(between.param_groups + later.param_groups) == 2
+    assert len(warned) == 1 and warned[0].filename == __file__ and len(between.param_groups + later.param_groups) == 2
 
 
 def test_a_part_of_a_sharded_model_alone_is_refused_and_the_model_goes_on() -> None:
