@@ -126,7 +126,7 @@ def measure(way: str, blocks: int, *, width: int = 64, inner: str = "inductor", 
                 block.compile(fullgraph=True, backend=inner)
         else:
             fsdp_hooks.install(model)
-            options = {} if inner == "inductor" else {"inner": inner}
+            options: dict[str, Any] = {} if inner == "inductor" else {"inner": inner}
             call = torch.compile(model, backend="collective_identity", fullgraph=True, options=options)
         tokens = torch.randint(0, 300, (2, 64))
         timers.compilation_time_metrics.clear()

@@ -14,7 +14,8 @@ from .differences import rank_differences, run_difference
 from .explanation import explain, not_found
 from .jsonl import RunFolderError, read_run
 from .report import FAULTS, Report, build_report
-from .terminal import render, render_difference, render_explanation
+from .terminal import render, render_difference
+from .terminal_explanation import render_explanation
 
 _BAD_USAGE = 2
 

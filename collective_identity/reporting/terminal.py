@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .report import Report
+from .report import FAULTS, Report
 from .steps import PHASES
 
-_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
+STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _PLAIN_WIDTH = 140  # columns where the output is no terminal
 
 
@@ -27,9 +25,9 @@ def render(
 
     With the folder `run` it came from, the last line names the commands to go on with.
     """
-    console = _console(file, width)
+    console = console_for(file, width)
     data = report.to_dict()
-    _head(console, data)
+    _head(console, data, len(report.faults(FAULTS)))
     if data["coverage"]:
         for part in _coverage(data, console.width):
             console.print(part)
@@ -47,9 +45,9 @@ def render(
         if data[name]:
             console.print(Text(name.capitalize(), style="bold"))
         for text in data[name]:
-            _print(console, Text(f"  {text}", style=style))
+            print_sentence(console, Text(f"  {text}", style=style))
     if run is not None:
-        _print(console, Text(_next(data, run), style="dim"))
+        print_sentence(console, Text(_next(data, run), style="dim"))
 
 
 def _next(data: dict[str, Any], run: Path) -> str:
@@ -61,7 +59,7 @@ def _next(data: dict[str, Any], run: Path) -> str:
     return f"next: {'; '.join(commands)}"
 
 
-def _print(console: Console, text: Text) -> None:
+def print_sentence(console: Console, text: Text) -> None:
     """A sentence: wrapped on a terminal only, so that elsewhere it can be searched for."""
     console.print(text, soft_wrap=not console.is_terminal)
 
@@ -75,18 +73,22 @@ def render_text(report: Report, *, width: int = _PLAIN_WIDTH) -> str:
     return out.getvalue()
 
 
-def _console(file: IO[str] | None, width: int | None) -> Console:
+def console_for(file: IO[str] | None, width: int | None) -> Console:
+    """Of the terminal's width and colours, or plain and wide where there is none."""
     console = Console(file=file, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
         console = Console(file=file, width=_PLAIN_WIDTH, highlight=False)
     return console
 
 
-def _head(console: Console, data: dict[str, Any]) -> None:
+def _head(console: Console, data: dict[str, Any], faults: int) -> None:
     run = data["run"] or {}
     counts = data["counts"]
     line = Text("collective identity: ")
-    line.append("ok" if data["ok"] else "NOT OK", style="bold green" if data["ok"] else "bold red")
+    if data["ok"] and faults:
+        line.append(f"as declared, but `check` finds {faults} fault{'s' * (faults > 1)}", style="bold yellow")
+    else:
+        line.append("ok" if data["ok"] else "NOT OK", style="bold green" if data["ok"] else "bold red")
     line.append(
         f"  {data['ranks']} ranks, mode {run.get('mode', '?')}, torch {run.get('torch', '?')}; "
         f"agreement {data['agreement']}; compile {data['seconds']['compile']:.2f} s, "
@@ -115,7 +117,7 @@ def _coverage(data: dict[str, Any], width: int) -> list[Table | Text]:
     for place, row in enumerate(rows):
         good = row["expected"] is None or row["expected"] == row["captured"] == row["explicit"]
         shown = [Text(texts[place]) for header, texts in cells.items() if header not in empty]
-        table.add_row(*shown, style=None if good else _STYLE["warning"])
+        table.add_row(*shown, style=None if good else STYLE["warning"])
     said = []
     for value, word in (("0", "none"), ("?", "unknown")):
         names = [_NUMBERS[header].replace("_", " ") for header in empty if cells[header][0] == value]
@@ -225,7 +227,7 @@ def _warnings(data: dict[str, Any]) -> Table:
             Text(warned["text"]),
             Text(place),
             Text(warned["remedy"]),
-            style=_STYLE.get(warned["severity"]),
+            style=STYLE.get(warned["severity"]),
         )
     return table
 
@@ -250,7 +252,7 @@ def _roles(counts: dict[str, int] | None) -> Text:
 
 def render_difference(difference: dict[str, Any], *, file: IO[str] | None = None) -> None:
     """Print what `differences.run_difference` found."""
-    console = _console(file, None)
+    console = console_for(file, None)
     if difference["same"]:
         console.print("the runs are the same")
         return
@@ -258,75 +260,23 @@ def render_difference(difference: dict[str, Any], *, file: IO[str] | None = None
         what = ", ".join(
             f"{name} {_number(v[0])} -> {_number(v[1])}" for name, v in row.items() if isinstance(v, list)
         )
-        _print(console, Text(f"{row['role']}, {row['phase']}: {what}"))
+        print_sentence(console, Text(f"{row['role']}, {row['phase']}: {what}"))
     for code, (a, b) in difference["codes"].items():
-        _print(console, Text(f"{code}: {a} -> {b}"))
+        print_sentence(console, Text(f"{code}: {a} -> {b}"))
     for graph in difference["graphs"]:
         if graph["in"] != "both":
-            _print(console, Text(f"{graph['graph']}: only in run {graph['in'].upper()}"))
+            print_sentence(console, Text(f"{graph['graph']}: only in run {graph['in'].upper()}"))
             continue
         a, b = (_number(n) for n in graph["count"])
-        _print(console, Text(f"{graph['graph']}, {graph['stage']}: {a} -> {b} collectives"))
+        print_sentence(console, Text(f"{graph['graph']}, {graph['stage']}: {a} -> {b} collectives"))
         if first := graph["first"]:
             text = f"  first at {first['position']}: {first['field']} {first['a']!r} -> {first['b']!r}"
-            _print(console, Text(text))
+            print_sentence(console, Text(text))
         for example in graph["examples"]:
             sign = "-" if example["in"] == "a" else "+"
             names = ", ".join(example["params"] or ()) or example["param_group"] or example["node"]
             text = f"  {sign} {example['count']} x {example['role'] or 'no role'} ({example['transport']}) of {names}"
-            _print(console, Text(text, style="red" if sign == "-" else "green"))
+            print_sentence(console, Text(text, style="red" if sign == "-" else "green"))
     for sign, name in (("-", "only_a"), ("+", "only_b")):
         for failure in difference["failures"][name]:
-            _print(console, Text(f"{sign} {failure}"))
-
-
-def render_explanation(found: list[dict[str, Any]], *, file: IO[str] | None = None) -> None:
-    """Print what `explanation.explain` found: one block for what became one collective."""
-    console = _console(file, None)
-    for _, several in groupby(found, key=lambda one: (one["graph"], one["merged_into"] or one["node"])):
-        for text, style in _block(list(several)):
-            _print(console, Text(text, style=style))
-
-
-def _block(ones: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The lines of one block, each with its style. What the block's collectives share is said once."""
-    first = ones[0]
-    into = first["merged_into"]
-    here = f"rank {first['rank']}, {first['graph']} graph"
-    if into is None:
-        yield f"{first['node']}, {here}: {first['verdict']}", "bold"
-    else:
-        role = "" if first["after"] is None else f", which is {first['after']['role'] or 'without a role'}"
-        yield f"{into}, {here}: {len(ones)} of its {len(first['members'])} members{role}", "bold"
-    for one in ones:
-        name = "" if into is None else f" {one['node']}"
-        yield f"  captured{name}: {_said(one['captured'])}", ""
-    yield f"  after: {_said(first['after'])}", ""
-    if first["members"]:
-        yield f"  merged, in order: {', '.join(first['members'])}", ""
-    told = {repr(event): event for one in ones for event in one["events"]}
-    for event in told.values():
-        by = f" by pass {event['pass_name']}" if event["pass_name"] else ""
-        at = f", at {event['stack']}" if event["stack"] else ""
-        node = f" {event['node']}" if len(ones) > 1 else ""
-        text = f"  {event['code']} {event['slug']}{node}{by}: {event['text']}. {event['detail']}{at}. {event['remedy']}"
-        yield text, _STYLE.get(event["severity"], "")
-    if first["cached"]:
-        yield "  from a compile cache: no pass ran; this is what the passes did when the artifact was made", ""
-    else:
-        yield f"  passes that changed the graph: {', '.join(first['passes']) or 'none'}", ""
-
-
-def _said(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "not there"
-    size = "unknown size" if row["nbytes"] is None else readable(row["nbytes"])
-    parts = [
-        f"{row['transport']} ({row['form']}) on group {row['group']} of {row['group_size']}",
-        row["reduce_op"],
-        f"{row['dtype']}, {size}",
-        f"{row['role'] or 'no role'}" + (f" {row['source']} by {row['producer']}" if row["source"] else ""),
-        row["param_group"] and f"unit {row['param_group']}",
-        row["params"] and f"parameters {', '.join(row['params'][:8])}" + (" ..." * (len(row["params"]) > 8)),
-    ]
-    return "; ".join(part for part in parts if part)
+            print_sentence(console, Text(f"{sign} {failure}"))

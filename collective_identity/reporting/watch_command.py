@@ -89,12 +89,16 @@ def watch_command(
         except (StoreError, ValueError, KeyError, TypeError) as error:
             _fail(f"the store cannot be read: {type(error).__name__}: {error}")
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-            typer.echo(f"the store is gone, so the job has ended: {str(error).splitlines()[0]}", err=True)
+            typer.echo(f"the store is gone, so the job has ended (`report RUN` says how each rank did): "
+                f"{str(error).splitlines()[0]}", err=True)
             raise typer.Exit(2 if once else 0) from None
         late = time.monotonic() - began >= wait
         if found is None:
             if once and late:
-                _fail("no rank has published anything: is a session open, with watch=True?")
+                _fail(
+                    "no rank has published anything: the job is still starting, has compiled nothing yet, or has no "
+                    "session open (with watch=True)"
+                )
         else:
             seen, verdict, difference = found
             ended = bool(seen) and all(one.record["ended"] for one in seen) and not verdict.unheard

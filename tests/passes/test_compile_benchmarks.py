@@ -12,9 +12,9 @@ PARAMETERS_OF_A_BLOCK, OTHERS = 9, 3  # of the model: embedding, norm, head
 
 
 def test_every_way_compiles_the_same_collectives() -> None:
-    found = {way: compile_time.measure(way, 2, width=16, inner="aot_eager") for way in compile_time.WAYS}
+    found = {way: compile_time.measure(way, 1, width=16, inner="aot_eager") for way in compile_time.WAYS}
     assert found["per_block"]["collectives"] == 0 and found["per_block"]["ours_s"] == 0
-    gathered_once = 2 * PARAMETERS_OF_A_BLOCK + OTHERS
+    gathered_once = PARAMETERS_OF_A_BLOCK + OTHERS
     for way in ("captured", "gathers"):  # gathered, gathered again in backward but the root's, reduced
         assert found[way]["collectives"] == 3 * gathered_once - OTHERS and found[way]["ok"], found[way]
         assert 0 < found[way]["ours_s"] < found[way]["python_s"]

@@ -19,7 +19,9 @@ from collective_identity.cli import app
 from collective_identity.reporting import RunFolderError, read_run
 from collective_identity.reporting.jsonl import read_rank, write_run
 from collective_identity.reporting.records import EndRecord, ExpectedRecord, RunRecord
+from collective_identity.reporting.terminal import render_text
 from collective_identity.session import SessionError, current, enable, ensure, report
+from collective_identity.testing.asserts import assert_nothing_lost
 from inductor_passes.backend import collective_identity as backend
 from tests.unit.rows import expectation
 from tests.unit.sharded import sharded
@@ -220,6 +222,7 @@ def test_a_session_without_a_graph_is_a_note_and_fails_the_check(
     (note,) = report(tmp_path).notes
     assert note.startswith("CI043 nothing_compiled: the session ended without a compiled graph; nothing was declared. ")
     assert "fsdp_hooks.install(model)" in note
+    assert "collective identity: as declared, but `check` finds 1 fault  " in render_text(report(tmp_path))
     text = "not_captured: CI043 nothing_compiled: the session ended without a compiled graph"
     assert checked(tmp_path) == (1, [text])
 
@@ -235,6 +238,8 @@ def test_a_model_that_was_compiled_without_install_is_named(tmp_path: Path, capl
     assert ended.startswith("an exception ended the session: Unsupported: ")
     assert note.startswith("CI043 nothing_compiled: ") and "not installed: eager FSDP2 modules (root), blocks.0" in note
     assert "call fsdp_hooks.install(model) after fully_shard" in note and "blocks.0, blocks.1" in caplog.text
+    with pytest.raises(AssertionError, match=r"compiled nothing: .* CI043 nothing_compiled: .*\(root\), blocks.0"):
+        assert_nothing_lost(report(tmp_path))
     code, reasons = checked(tmp_path)
     assert code == 1 and any(reason.startswith("not_captured: CI043 nothing_compiled: ") for reason in reasons)
 
