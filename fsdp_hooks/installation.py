@@ -188,6 +188,7 @@ def uninstall(model: nn.Module) -> nn.Module:
         hooks[key] = original_hook
     for module in installation.managed:
         setattr(module, _DYNAMO_MANAGED, True)
+        compat.replace_eager_forward(module, None)
         del module.__dict__[UNIT], module.__dict__[METHODS]
     for module, name, original_method in installation.methods:
         module.__dict__[name] = original_method
@@ -295,6 +296,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             del module.__dict__[name]
         # Dynamo drops its guards on FSDP-managed modules (builder.py, skip_fsdp_guards): a captured model needs them.
         setattr(module, _DYNAMO_MANAGED, False)
+        compat.replace_eager_forward(module, refusals.late_method(plan.unit.name))
         installation.managed.append(module)
     for found in plan.found:
         for owner, _ in found.owners:
