@@ -10,6 +10,7 @@ NAMES = {
     "classify": "what each collective is: ours against torch's own, growth with the graph, networkx's share",
     "bucketing": "merging gathers: ours against torch's own, memory, growth with the graph",
     "passes": "growth with the graph: overlap, coalesced buckets, fusion, guard, reconciling, ledger",
+    "kernels": "packing and unpacking buckets: our kernels against torch's operators and the copy bandwidth",
     "dedup": "scattering a sum once: ours against torch's own, growth with the graph",
     "fusion": "tensor-parallel products fused and unfused on GPUs (start with torchrun)",
     "lite": "the models in lite mode: equal to aot_eager bit for bit, and how fast (--device cuda: flex attention too)",

@@ -37,15 +37,16 @@ def coalesce(gm: fx.GraphModule) -> int:
 
 def overlap(gm: fx.GraphModule) -> int:
     """Every gather starts a unit ahead, every reduction is waited for a unit later."""
-    plan = plan_overlap(gm, ahead=1)
-    assert apply_overlap(gm, plan)
+    with collector_paused():
+        plan = plan_overlap(gm, ahead=1)
+        assert apply_overlap(gm, plan)
     return len(plan.started) + len(plan.delayed)
 
 
 def fuse(gm: fx.GraphModule) -> int:
-    """Ask every collective whether a product could take it in; FSDP's stay."""
+    """Each gather of an activation becomes part of its product."""
     plan = plan_fusions(gm, enabled=lambda group: True)
-    apply_fusions(gm, plan)
+    assert apply_fusions(gm, plan)
     return len(plan.fusions)
 
 
@@ -75,6 +76,18 @@ def trained(count: int, group: str) -> fx.GraphModule:
     return synthetic.training(synthetic.PER_UNIT * count // 2, explicit=True)
 
 
+def products(count: int, group: str) -> fx.GraphModule:
+    """Activations gathered for a product each, as sequence parallelism does; backward is given every product."""
+    made = synthetic.Nodes(shape=(4, 4))
+    weight, made_products = made.placeholder("w"), []
+    for index in range(count):
+        start = made.all_gather(made.placeholder(f"x{index}"), group)
+        ci.stamp(start, ci.Identity(1, "tp.activation_gather", ci.Source.EXPLICIT, "benchmark", group))
+        full = made.call(synthetic.WAIT, start, like=start)
+        made_products.append(made.call(synthetic.aten.mm.default, full, weight, like=start))
+    return made.module(*made_products)
+
+
 def units(count: int, group: str) -> fx.GraphModule:
     """Gathers in units of 50."""
     return gathers(count, group, per_unit=50)
@@ -82,7 +95,7 @@ def units(count: int, group: str) -> fx.GraphModule:
 
 Make = Callable[[int, str], fx.GraphModule]
 PASSES: tuple[tuple[Callable[[fx.GraphModule], int], Make], ...] = (
-    (overlap, trained), (coalesce, units), (fuse, trained), (guard, trained), (reconcile, trained), (ledger, trained),
+    (overlap, trained), (coalesce, units), (fuse, products), (guard, trained), (reconcile, trained), (ledger, trained),
 )  # fmt: skip
 
 

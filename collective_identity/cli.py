@@ -15,7 +15,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+try:
+    import rich  # noqa: F401  (of the same extra)
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f"error: the command needs {error.name}, not installed here: pip install 'collective-identity[report]'")
 
 from . import compat
 from .reporting.graph_commands import debugify_command, dump_command

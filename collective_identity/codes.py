@@ -173,7 +173,8 @@ NOT_CAPTURED: Final = Code(
     "not_captured",
     "warning",
     "an expected collective never entered the graph",
-    "install fsdp_hooks, then torch.compile the whole model with backend='collective_identity'",
+    "torch.compile the whole model with backend='collective_identity'; one that no producer knows: "
+    "fsdp_hooks.install(model) first",
 )
 FROM_CACHE: Final = Code(
     "CI041",
@@ -188,6 +189,13 @@ LITE_SKIPPED: Final = Code(
     "info",
     "lite mode: passes that change the graph did not run",
     "leave lite mode if the rewrites are wanted",
+)
+NOTHING_COMPILED: Final = Code(
+    "CI043",
+    "nothing_compiled",
+    "warning",
+    "the session ended without a compiled graph",
+    "call fsdp_hooks.install(model) after fully_shard, then torch.compile it with backend='collective_identity'",
 )
 
 # Across ranks.
@@ -236,6 +244,7 @@ _TABLE: Final = (
     NOT_CAPTURED,
     FROM_CACHE,
     LITE_SKIPPED,
+    NOTHING_COMPILED,
     RANKS_DISAGREE,
     AGREEMENT_TIMEOUT,
     EXPECTED_MISMATCH,

@@ -372,10 +372,11 @@ def tracing() -> bool:
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in (key.PROXY, key.FAKE, key.FUNCTIONAL))
 
 
-def eager_fsdp_modules() -> tuple[str, ...]:
+def eager_fsdp_modules(*, running: bool = True) -> tuple[str, ...]:
     """Names of the modules under ``fully_shard`` in whose eager forward this is called; "(root)" without a name.
 
-    All modules of that root whose own hooks are on. A module that shards nothing, on a mesh of one rank, is left out.
+    All modules of that root whose own hooks are on; without `running` those of every live model. A module that shards
+    nothing, on a mesh of one rank, is left out.
     Private names: ``_composable_state._module_state_mapping``, of ``FSDPState`` ``_pre_forward_hook_handle`` and
     ``_state_ctx.iter_forward_root``, and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing the
     answer is empty.
@@ -390,7 +391,7 @@ def eager_fsdp_modules() -> tuple[str, ...]:
             group = groups[0]
             if handle is None or group is None or group.mesh_info.mesh.size() == 1:
                 continue
-            if state._state_ctx.iter_forward_root is None:  # type: ignore[union-attr]
+            if running and state._state_ctx.iter_forward_root is None:  # type: ignore[union-attr]
                 continue  # no forward of its model is under way
             handles = getattr(handle, "handles", (handle,))
             if any((hooks := one.hooks_dict_ref()) is not None and one.id in hooks for one in handles):

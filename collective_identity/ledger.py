@@ -7,9 +7,11 @@ face for one compile. Both may be used from any thread: a lazy backward compiles
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -23,6 +25,7 @@ from torch import fx
 from . import artifacts, saved_graph
 from .agreement import AgreementResult, AgreementState, RanksDisagree
 from .codes import AGREEMENT_TIMEOUT, CODES, RANKS_DISAGREE, Code
+from .declared import Declared
 from .digest import CollectiveRow
 from .job import rank_and_ranks, run_and_restart
 from .places import place_of
@@ -30,6 +33,7 @@ from .reporting.jsonl import RankLog, RankWriter
 from .reporting.records import (
     AgreementRecord,
     CapturedRecord,
+    EndRecord,
     EventRecord,
     Expectation,
     ExpectedRecord,
@@ -66,6 +70,7 @@ class Ledger:
         self._mode = mode
         self.run_dir = run_dir
         self.session: int | None = None
+        self.models = Declared()
         self._lock = threading.RLock()
         self._records = Storage()
         self._graphs = 0
@@ -78,22 +83,27 @@ class Ledger:
         """Whether the session has ended."""
         return self._closed
 
-    def declare(self, expectation: Expectation) -> None:
-        """Record what a producer will emit; the same model name again replaces it."""
-        self._add(ExpectedRecord(expectation.model, expectation.world, tuple(expectation.rows)))
+    def declare(self, expectation: Expectation, module: object | None = None) -> None:
+        """Record what a producer will emit; the same model name, or module, again replaces it."""
+        with self._lock:
+            said, name = self.models.named(expectation, module)
+            self._add(ExpectedRecord(said.model, said.world, tuple(said.rows), name))
 
-    def begin_graph(self, kind: GraphKind, name: str, backend: str, *, lite: str = "off") -> GraphLog:
+    def begin_graph(
+        self, kind: GraphKind, name: str, backend: str, *, lite: str = "off", modules: tuple[str, ...] | None = None
+    ) -> GraphLog:
         """Start the log of one compile.
 
         `name` must be the same for the forward and the backward of one compile (Dynamo's compile id): the
-        report pairs them by it. `lite`: reported for a graph that never finishes. ValueError for an unknown kind.
+        report pairs them by it. `lite`: reported for a graph that never finishes. `modules`: whose graph it is,
+        from `Declared.of`; None where that is not known. ValueError for an unknown kind.
         """
         if kind not in get_args(GraphKind):
             raise ValueError(f"kind: expected one of {', '.join(get_args(GraphKind))}, found {kind!r}")
         with self._lock:
             number = self._graphs
             self._graphs += 1
-            self._add(GraphRecord(number, kind, name, backend, lite))
+            self._add(GraphRecord(number, kind, name, backend, lite, modules))
         return GraphLog(self, number, kind, name)
 
     def event(
@@ -107,6 +117,7 @@ class Ledger:
         """Close another ledger and declare what was declared there: models may be installed before
         `enable`."""
         other.close()
+        self.models.take_over(other.models)
         for record in other.records():
             if isinstance(record, ExpectedRecord):
                 self._add(record)
@@ -130,8 +141,11 @@ class Ledger:
             rank = records[0].rank if isinstance(records[0], RunRecord) else 0
             return RankLog(rank, records)
 
-    def close(self) -> None:
-        """Write what was never written (an empty run still leaves its `run` line) and close the file."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what was never written (an empty run still leaves its `run` line), the `end` line, and close the file.
+
+        A session that is open when Python ends is closed then.
+        """
         if self.service is not None:
             self.service.close()
         with self._lock:
@@ -139,10 +153,16 @@ class Ledger:
                 return
             if not self._records:
                 self._add_run()
+            text = None if error is None else f"{type(error).__name__}: {error}".split("\n")[0]
+            self._append(EndRecord(time.time(), text))
             self._closed = True
+            atexit.unregister(self._leave)
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
+
+    def _leave(self) -> None:
+        self.close(getattr(sys, "last_value", None))
 
     def _first(self, graph: int | None, key: tuple[object, ...]) -> bool:
         with self._lock:
@@ -169,6 +189,7 @@ class Ledger:
         if self.run_dir is not None and not self._closed:
             try:
                 self._writer = RankWriter(self.run_dir, rank)
+                atexit.register(self._leave)
             except OSError as error:
                 logger.warning(
                     "%s: no run file for rank %d (%s); the run goes on", self.run_dir, rank, error

@@ -9,11 +9,13 @@ import logging
 import os
 import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
 
 from .ledger import Expectation, GraphKind, GraphLog, Ledger
+from .outside import say_nothing_compiled
 from .reporting.coverage import NOTHING_SEEN
 from .reporting.jsonl import read_run
 from .reporting.report import Report, build_report
@@ -65,24 +67,41 @@ class Session:
             mode=mode, run_dir=self.run_dir, agreement_timeout=self.agreement_timeout, watch=watch
         )
 
-    def declare(self, expectation: Expectation) -> None:
-        """Say what a producer will emit; the same model name again replaces it."""
-        self.ledger.declare(expectation)
+    def declare(self, expectation: Expectation, module: object | None = None) -> None:
+        """Say what a producer will emit; the same model name again replaces it.
 
-    def begin_graph(self, kind: GraphKind, name: str, backend: str, *, lite: str = "off") -> GraphLog:
-        """Start the log of one compile; `name` is the same for the forward and backward of one compile."""
-        return self.ledger.begin_graph(kind, name, backend, lite=lite)
+        With the ``nn.Module`` itself two models of one class are two, and graphs are known by its parameters.
+        """
+        self.ledger.declare(expectation, module)
+
+    def begin_graph(
+        self, kind: GraphKind, name: str, backend: str, *, lite: str = "off", modules: tuple[str, ...] | None = None
+    ) -> GraphLog:
+        """Start the log of one compile; `name` is the same for the forward and backward of one compile, `modules` are
+        the declared models whose parameters it takes (`models_of`)."""
+        return self.ledger.begin_graph(kind, name, backend, lite=lite, modules=modules)
+
+    def models_of(self, inputs: Iterable[object]) -> tuple[str, ...] | None:
+        """The declared models to which some of these tensors belong as parameters; None when there is none."""
+        return self.ledger.models.of(inputs)
 
     def report(self) -> Report:
         """What this process has seen so far."""
         return build_report((self.ledger.rank_log(),), folder=False)
 
-    def close(self) -> None:
-        """Close the run file, say what went wrong; the records stay readable by `report`. Twice does no harm."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the run file, say what went wrong; the records stay readable by `report`. Twice does no harm.
+
+        With the `error` that ended the session nothing more is said: what is missing may be missing because of it.
+        """
         _HOLDER.release(self)
         if not self.ledger.closed:
-            self._say()
-        self.ledger.close()
+            say_nothing_compiled(self.ledger, failed=error is not None)
+            if error is None:
+                self._say()
+            else:
+                logger.info("end of session: by %s: %s", type(error).__name__, error)
+        self.ledger.close(error)
 
     def _say(self) -> None:
         """The end of the run in the log: one line, and a warning for each failure."""
@@ -114,7 +133,7 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.session.close(None if isinstance(error, SystemExit) and not error.code else error)
 
 
 def enable(

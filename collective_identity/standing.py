@@ -107,7 +107,7 @@ class Standing:
         return {"doing": list(self._doing.values()), "calls": calls, "groups": groups}
 
     def frames(self) -> list[str]:
-        """Innermost lines of the main thread and of every thread in a graph: `file:line in function: text`."""
+        """Where the main thread and those in a graph are, `file:line in function: text`, the user's line first."""
         busy = [call.thread for call in list(self._calls) if call.out is None]
         threads = dict.fromkeys((threading.main_thread().ident, *busy))
         running = sys._current_frames()
@@ -174,7 +174,7 @@ def _backward_node(result: Any) -> Any:
 
 
 def _telling(innermost: FrameType) -> list[str]:
-    """The innermost line, the line of a compiled graph and the line of the user's own code, as far as there are."""
+    """The line of the user's own code, of a compiled graph in it, and the innermost one, as far as there are."""
     ours = str(Path(__file__).parent.parent)
     packages = tuple(f"{ours}/{name}/" for name in ("collective_identity", "fsdp_hooks", "inductor_passes"))
     foreign = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *packages)
@@ -192,7 +192,7 @@ def _telling(innermost: FrameType) -> list[str]:
             user = True
             found.append(_line(frame))
         frame = frame.f_back
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(reversed(found)))
 
 
 def _line(frame: FrameType) -> str:

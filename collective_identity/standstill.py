@@ -61,7 +61,8 @@ class Seen:
             graph = self.graphs.get(opened[-1]["graph"])
             place = f"is in {_named(graph)}, call {opened[-1]['call']}"
         frames = self.record["frames"]
-        text = "; called by ".join([f"{place}; {frames[0]}", *frames[1:]]) if frames else place
+        inside = f" (inside: {'; '.join(frames[1:])})" if frames[1:] else ""
+        text = f"{place}, at {frames[0]}{inside}" if frames else place
         if self.silent:
             return f"{text} (no sign of life since)"
         return f"{text} (its last sign of life is {self.old:.0f} s older than another rank's)" if self.old else text
@@ -82,13 +83,13 @@ class Collective:
     def __str__(self) -> str:
         if self.graph is None:
             return f"collective {self.number}, outside every graph"
-        if self.row is None:
+        if self.row is None or self.position is None:
             return f"collective {self.number}, in {self.graph}, call {self.call}"
         row = self.row
         what = f"{row['transport']} {row['role'] or 'without a role'}"
         unit = row["param_group"] or (row["params"] or [None])[0]
         of = f" of {unit}" if unit else ""
-        return f"{what}{of}, collective {self.position} of {self.of} in {self.graph}, call {self.call}"
+        return f"{what}{of}, collective {self.position + 1} of {self.of} in {self.graph}, call {self.call}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,9 @@ def _told(address: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError) as error:  # torch's DistError is a RuntimeError
         what = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
         raise StoreError(
-            f"expected the store of a running job at {address}, found {what}{str(error).splitlines()[0]}; the job "
-            f"logs its address at INFO, and rank 0 writes it to {STORE_FILE} in the run folder"
+            f"expected the store of a running job at {address}, found {what}{str(error).splitlines()[0]}: the job "
+            "has ended (`collective-identity report RUN` shows what it left), or this machine does not reach that "
+            f"address. A running job logs its address at INFO, and rank 0 writes it to {STORE_FILE} in the run folder"
         ) from None
 
 

@@ -115,9 +115,10 @@ def data_parallel(
     warn_of_stale_optimizers(model)
     for prefix, module, below in inner:
         below.move_below(prefix, record.root)
-        session.declare(collective_identity.ledger.Expectation(model=type(module).__name__, world={}, rows=()))
+        nothing = collective_identity.ledger.Expectation(model=type(module).__name__, world={}, rows=())
+        session.declare(nothing, module)
 
-    session.declare(expected_collectives(model))
+    session.declare(expected_collectives(model), model)
     logger.info("%s of %s: %d parameters in %d units", mode, type(model).__name__, len(params), len(made))
     return model
 

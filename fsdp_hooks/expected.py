@@ -66,11 +66,12 @@ def expected_collectives(model: nn.Module, *, saved_for_backward: Collection[str
     return Expectation(model=type(model).__name__ + _without(specs), world=world, rows=tuple(rows))
 
 
-def declare_again(session: Session, expected: Expectation) -> None:
+def declare_again(session: Session, expected: Expectation, model: nn.Module) -> None:
     """Declare what a step issues from now on, after an option changed.
 
     Under a name of its own once graphs were compiled: the report compares each step with what fits it.
     """
+    expected, _ = session.ledger.models.named(expected, model)
     records = session.ledger.records()
     ours = [r for r in records if isinstance(r, ExpectedRecord) and r.model.split(" #")[0] == expected.model]
     if not expected.rows or any(r.rows == expected.rows for r in ours):
@@ -79,7 +80,7 @@ def declare_again(session: Session, expected: Expectation) -> None:
         expected = replace(expected, model=f"{expected.model} #{len({r.model for r in ours}) + 1}")
     elif ours:
         expected = replace(expected, model=ours[-1].model)
-    session.declare(expected)
+    session.declare(expected, model)
 
 
 def declare_step(session: Session, model: nn.Module) -> None:
@@ -87,13 +88,13 @@ def declare_step(session: Session, model: nn.Module) -> None:
 
     What was declared for the model itself is taken back if nothing was compiled since: this step may be all there is.
     """
-    expected = expected_collectives(model)
+    expected, _ = session.ledger.models.named(expected_collectives(model), model)
     records = session.ledger.records()
     alone = [at for at, r in enumerate(records) if isinstance(r, ExpectedRecord) and r.model == expected.model]
     if alone and not any(isinstance(r, GraphRecord) for r in records[alone[-1] :]):
-        session.declare(replace(expected, rows=()))
+        session.declare(replace(expected, rows=()), model)
     rows = tuple(row if row.role == PARAM_UNSHARD else replace(row, count=row.buckets) for row in expected.rows)
-    declare_again(session, replace(expected, model=f"{expected.model} step", rows=rows))
+    declare_again(session, replace(expected, model=f"{expected.model} step", rows=rows), model)
 
 
 def _without(specs: Sequence[ParamSpec]) -> str:

@@ -91,7 +91,7 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     _capture(model, planned)  # nothing below refuses
     warn_of_stale_optimizers(model)
     if expected.rows:  # one rank alone neither gathers nor reduces
-        session.declare(expected)
+        session.declare(expected, model)
     logger.info(
         "installed on %s: %d attributes read through %d fully_shard modules",
         type(model).__name__,
@@ -146,7 +146,7 @@ def _read_options_again(root: weakref.ref[nn.Module]) -> None:
     for plan in _plans_of(model):
         plan.read_options()
     if model is not None and _plans_of(model):
-        declare_again(collective_identity.session.ensure(), expected_collectives(model))
+        declare_again(collective_identity.session.ensure(), expected_collectives(model), model)
 
 
 def _check_waiting(root: weakref.ref[nn.Module]) -> None:

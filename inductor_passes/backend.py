@@ -103,6 +103,7 @@ class _Compile:
         self._cacheable = options.cacheable and not in_marks
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
+        self._modules = self._session.models_of(inputs)
         self._observe = self._session.mode == "observe"
         if options.dump and self._session.run_dir is None:
             raise OptionError("option 'dump' expects a run folder, found none: open one with enable(run_dir=...)")
@@ -170,7 +171,7 @@ class _Compile:
         if passes:
             with self._lite.as_asked():
                 lite = lite_state(gm)
-                log = self._session.begin_graph("joint", self._name, NAME, lite=lite.value)
+                log = self._session.begin_graph("joint", self._name, NAME, lite=lite.value, modules=self._modules)
                 Pipeline(passes).run(gm, self._context("joint", lite, log))
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +201,7 @@ class _Compile:
     def _graph(self, kind: GraphKind, gm: fx.GraphModule) -> Iterator[_Graph]:
         """The log of one graph's compile, closed however that ends."""
         lite = lite_state(gm)  # before any pass, none of which can make it another
-        log = self._session.begin_graph(kind, self._name, NAME, lite=lite.value)
+        log = self._session.begin_graph(kind, self._name, NAME, lite=lite.value, modules=self._modules)
         start = time.perf_counter()
         try:
             if self._options.dump:
@@ -229,12 +230,12 @@ class _Compile:
     def _from_cache(self, seconds: float) -> None:
         """AOTAutograd took the whole compile from its cache: none of our passes saw a graph."""
         if not self._recorded:
-            log = self._session.begin_graph("forward", self._name, NAME)
+            log = self._session.begin_graph("forward", self._name, NAME, modules=self._modules)
             log.finish((), cached=True, lite=self._lite_state.value, compile_seconds=seconds)
             self._graphs["forward"] = _Graph.unknown(log, self._groups)
             self._graphs["forward"].publish(self._agreed)
         for kind, (before, after) in self._recorded.items():
-            log = self._session.begin_graph(kind, self._name, NAME)
+            log = self._session.begin_graph(kind, self._name, NAME, modules=self._modules)
             log.captured(before)
             if self._lite_state is not LiteState.OFF:
                 log.event(LITE_SKIPPED, detail=f"lite mode: {self._lite_state.value}")

@@ -146,7 +146,7 @@ def run_user_passes(
         name = getattr(one, "__qualname__", type(one).__qualname__)
         before = snapshot(gm)
         try:
-            with guard.around(parts, name):
+            with guard.around(parts, name, exempt=False):
                 result = one(gm)
             if lite is not LiteState.OFF:
                 check_result(result, gm, name)

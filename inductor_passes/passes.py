@@ -153,5 +153,6 @@ class Overlap:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Plan, then move; the plan goes into the report."""
-        plan = plan_overlap(gm, ahead=context.options.overlap)
-        return PassOutcome(changed=apply_overlap(gm, plan), summary=plan.to_dict())
+        with collector_paused():
+            plan = plan_overlap(gm, ahead=context.options.overlap)
+            return PassOutcome(changed=apply_overlap(gm, plan), summary=plan.to_dict())

@@ -20,6 +20,7 @@ from torch import fx
 from collective_identity import BucketRecord, Identity, Member, codes, store
 from collective_identity.callers import pass_name
 from collective_identity.codes import Code
+from collective_identity.compat import collector_paused
 from collective_identity.lineage import Step, Takeover, Watch
 from collective_identity.merge import Outcome, merge_outcome, replacement_outcome, split_outcome
 from collective_identity.roles import DEFAULT_ROLES
@@ -72,7 +73,8 @@ def reconciled(gm: fx.GraphModule, say: Say | None = None) -> Iterator[Reconcile
         What was put right, complete on exit.
     """
     start = perf_counter()
-    reconciler = _Reconciler(gm, say)
+    with collector_paused():
+        reconciler = _Reconciler(gm, say)
     done = reconciler.done
 
     def step(one: Step) -> None:
@@ -84,7 +86,8 @@ def reconciled(gm: fx.GraphModule, say: Say | None = None) -> Iterator[Reconcile
     with Watch(gm, step, name=_who, on_rebuilt=reconciler.rebuilt).watching():
         yield done
     start = perf_counter()
-    reconciler.finish()
+    with collector_paused():
+        reconciler.finish()
     done.seconds += perf_counter() - start
 
 

@@ -57,7 +57,7 @@ def _reduce(x: Tensor, other: Tensor, number: Any) -> Tensor:
 
 
 def _gather(x: Tensor, other: Tensor, number: Any) -> Tensor:
-    return collectives.all_gather_tensor_autograd(x.sin(), 0, dist.group.WORLD)[: x.shape[0]] + other
+    return collectives.all_gather_tensor_autograd(x.sin().contiguous(), 0, dist.group.WORLD)[: x.shape[0]] + other
 
 
 STEPS: dict[str, Step] = {

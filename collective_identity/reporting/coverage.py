@@ -4,7 +4,7 @@ phase."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import codes
@@ -60,21 +60,22 @@ class _Want:
     unknown."""
 
     models: tuple[str, ...]
+    modules: tuple[str, ...]
     count: Mapping[Cell, int | None]
     buckets: Mapping[Cell, int | None]
     groups: Mapping[tuple[str, str, str | None], int | None]
 
 
-def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: bool) -> Coverage:
-    """Compare the steps with the declarations; `cached` when some graph of the run came from a cache.
+def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Coverage:
+    """Compare the steps with the declarations.
 
     A later declaration of a model replaces an earlier one; one without rows only takes it back.
     """
     latest = {record.model: record for record in declared}
     latest = {model: record for model, record in latest.items() if record.rows}
     wants = [_want((record,)) for record in latest.values()]
-    if len(wants) > 1:
-        wants.append(_want(tuple(latest.values())))
+    for several in _together(steps, latest.values()):
+        wants.append(_want(several))
     counted = [(step, tally(step)) for step in steps if step.known]
     holding = [(step, t) for step, t in counted if t.has_fsdp or any(t.malformed.values())]
     if (
@@ -93,16 +94,16 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
         return Coverage(rows, (), tuple(notes), shown[-1][1].other if shown else {}, len(steps))
 
     taken: dict[int, list[tuple[list[str], Step, Tally]]] = {}
-    whole = _split_over_graphs(holding, wants)
-    for step, t in [whole] if whole is not None else holding:
+    for step, t in _whole_steps(holding, wants):
         uses = {i: len(taken.get(i, ())) for i in range(len(wants))}
-        best = min(range(len(wants)), key=lambda i: (len(_differences(wants[i], step, t)), uses[i]))
+        best = min(_asked(step, wants), key=lambda i: (len(_differences(wants[i], step, t)), uses[i]))
         taken.setdefault(best, []).append((_differences(wants[best], step, t), step, t))
     failures = []
     for i, found in taken.items():
         for _, step, t in found:
             failures += _differences(wants[i], step, t, short=True)
             notes += _beyond(wants[i], step, t)
+            notes += _never_again(wants[i], step, t)
     matched = {model for i in taken for model in wants[i].models}
     shown_pairs = []
     for i, found in taken.items():
@@ -110,10 +111,11 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
         if not texts:
             _, step, t = max(reversed(found), key=lambda f: (f[1].kind == "training", len(f[1].phases)))
         shown_pairs.append((wants[i], step, t))
-    for want in wants[: len(latest)]:
+    for i, want in enumerate(wants[: len(latest)]):
         if want.models[0] in matched:
             continue
-        if cached:
+        hidden = any(_from_cache(step) and i in _asked(step, wants) for step in steps)
+        if hidden:
             notes.append(f"{want.models[0]}: from cache, so what was captured is unknown")
         elif not want.count:
             notes.append(f"{want.models[0]}: declared no collectives, and no graph holds any: one rank a group")
@@ -122,10 +124,11 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord], *, cached: 
             failures.append(
                 f"{codes.NOT_CAPTURED.id} {codes.NOT_CAPTURED.slug}: {want.models[0]}: expected {n} "
                 f"collectives in a step, "
-                f"found no compiled graph that holds any. {codes.NOT_CAPTURED.remedy}"
+                f"found no compiled graph that holds any. torch.compile the whole model with "
+                "backend='collective_identity'"
             )
         shown_pairs.append(
-            (want, Step(want.models[0], "training", (), frozenset() if cached else _ALL), _NOTHING)
+            (want, Step(want.models[0], "training", (), frozenset() if hidden else _ALL), _NOTHING)
         )
     rows = _rows(shown_pairs)
     notes += [
@@ -154,11 +157,47 @@ def _want(records: Sequence[ExpectedRecord]) -> _Want:
             buckets[cell] = _plus(buckets.get(cell, 0), row.buckets)
             key = (*cell, row.param_group)
             groups[key] = _plus(groups.get(key, 0), row.count)
-    return _Want(tuple(r.model for r in records), count, buckets, groups)
+    modules = tuple(sorted({r.module for r in records if r.module is not None}))
+    return _Want(tuple(r.model for r in records), modules, count, buckets, groups)
+
+
+def _together(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Iterator[tuple[ExpectedRecord, ...]]:
+    """The declarations that one step may hold at once: all, or of the models whose parameters it is known to take."""
+    records = tuple(declared)
+    newest = {record.module: record for record in records}
+    if len(records) > 1:
+        yield records
+    for names in dict.fromkeys(step.modules for step in steps if len(step.modules) > 1):
+        if names != tuple(sorted(newest, key=str)):
+            yield tuple(newest[name] for name in names if name in newest)
+
+
+def _asked(step: Step, wants: Sequence[_Want]) -> list[int]:
+    """The places of the wants that may speak of this step: those of its models, where these are known."""
+    own = [i for i, want in enumerate(wants) if want.modules and want.modules == step.modules]
+    return own or list(range(len(wants)))
+
+
+def _from_cache(step: Step) -> bool:
+    """Whether what the step holds is unknown because it came from a cache."""
+    return not step.known and any(graph.cached for graph in step.parts)
 
 
 def _plus(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
+
+
+def _whole_steps(
+    holding: Sequence[tuple[Step, Tally]], wants: Sequence[_Want]
+) -> Iterator[tuple[Step, Tally]]:
+    """The steps, and where a model was split over several graphs these as one; model by model where it is known."""
+    apart = all(len(step.modules) == 1 for step, _ in holding)
+    groups: dict[tuple[str, ...], list[tuple[Step, Tally]]] = {}
+    for pair in holding:
+        groups.setdefault(pair[0].modules if apart else (), []).append(pair)
+    for own in groups.values():
+        whole = _split_over_graphs(own, [wants[i] for i in _asked(own[0][0], wants)] if apart else wants)
+        yield from own if whole is None else (whole,)
 
 
 def _split_over_graphs(
@@ -178,6 +217,21 @@ def _split_over_graphs(
 def _pieces(want: _Want, t: Tally) -> bool:
     """Whether no parameter group has more than was declared: graphs around a break, not one step compiled twice."""
     return all(n <= (want.groups.get(key, 0) or 0) for key, n in t.groups.items() if key[1] != "regather")
+
+
+def _never_again(want: _Want, step: Step, t: Tally) -> list[str]:
+    """The units of which backward gathers nothing again, where how much it should is not known."""
+    texts = []
+    for cell in (cell for cell, count in want.count.items() if count is None and cell[1] in step.phases):
+        open_ones = [key[2] for key, count in want.groups.items() if key[:2] == cell and count is None]
+        none = [name or "(root)" for name in open_ones if name is not None and not t.groups[cell[0], cell[1], name]]
+        if none and step.kind == "training":
+            more = f" and {len(none) - 8} more" if len(none) > 8 else ""
+            texts.append(
+                f"step {step.name}, {cell[0]}, {cell[1]}: {', '.join(none[:8])}{more}: resharded after forward, and "
+                "nothing gathered again: backward needs none of these parameters, or it kept them"
+            )
+    return texts
 
 
 def _beyond(want: _Want, step: Step, t: Tally) -> list[str]:

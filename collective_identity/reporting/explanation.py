@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from .report import Report
 from .steps import Graph
+
+_NAMED = 12
 
 
 def explain(report: Report, what: str, *, rank: int | None = None) -> list[dict[str, Any]]:
@@ -23,7 +26,8 @@ def explain(report: Report, what: str, *, rank: int | None = None) -> list[dict[
     Returns:
         One object per graph and captured collective, in graph order: ``rank``, ``graph``, ``node``, ``captured`` and
         ``after`` (rows as in docs/run-format.md; null: not captured, or not in the compiled graph), ``merged_into``,
-        ``members``, ``events`` on any of these nodes, ``passes`` that changed the graph, and ``verdict``, a sentence.
+        ``members``, ``events`` on any of these nodes, ``passes`` that changed the graph, ``cached`` (no pass ran: the
+        graph came from a compile cache, its tables from the artifact), and ``verdict``, a sentence.
         Empty when nothing has the name.
     """
     chosen = next((one for one in report.ranks if rank is None or one.rank == rank), None)
@@ -34,6 +38,21 @@ def explain(report: Report, what: str, *, rank: int | None = None) -> list[dict[
         for one in _in_graph(graph, what):
             found.append({"rank": chosen.rank, "graph": f"{graph.phase} {graph.name}", **one})
     return found
+
+
+def not_found(report: Report, what: str, *, rank: int | None = None) -> str:
+    """What there is instead of a name that nothing has: names like it, and the parameter groups."""
+    chosen = [one for one in report.ranks if rank is None or one.rank == rank][:1]
+    rows = [row for one in chosen for graph in one.graphs for row in (*(graph.before or ()), *(graph.after or ()))]
+    if not rows:
+        return "it holds no collective"
+    groups = list(dict.fromkeys(row.param_group for row in rows if row.param_group))
+    names = dict.fromkeys((*groups, *(p for row in rows for p in row.params or ()), *(row.node for row in rows)))
+    close = difflib.get_close_matches(what, names, n=4)
+    more = f" and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
+    said = [f"close to it: {', '.join(close)}"] if close else []
+    said += [f"parameter groups: {', '.join(groups[:_NAMED])}{more}"] if groups else [f"a node: {rows[0].node}"]
+    return "; ".join(said)
 
 
 def _in_graph(graph: Graph, what: str) -> Iterator[dict[str, Any]]:
@@ -62,6 +81,7 @@ def _in_graph(graph: Graph, what: str) -> Iterator[dict[str, Any]]:
             "members": members,
             "events": told,
             "passes": [p.name for p in graph.passes if p.changed],
+            "cached": graph.cached,
             "verdict": _verdict(graph, node, row is not None, final, left, told),
         }
 

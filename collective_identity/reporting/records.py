@@ -67,23 +67,26 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRecord:
-    """One declared `Expectation`."""
+    """One declared `Expectation`; `module` is the name of the model itself, where the producer gave it."""
 
     model: str
     world: Mapping[str, Any]
     rows: tuple[ExpectedRow, ...]
+    module: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
     """A compile began. `graph` numbers the graphs of a section, `phase` is the kind given to
-    `begin_graph`, `lite` the lite state, where it is known by then."""
+    `begin_graph`, `lite` the lite state, where it is known by then, `modules` the declared models whose parameters
+    it takes."""
 
     graph: int
     phase: str
     name: str
     backend: str
     lite: str = "off"
+    modules: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,14 @@ class AgreementRecord:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class EndRecord:
+    """The session was closed; `error` when an exception ended it. Without this line its process was killed, or runs."""
+
+    ended: float
+    error: str | None = None
+
+
 Record: TypeAlias = (
     RunRecord
     | ExpectedRecord
@@ -156,6 +167,7 @@ Record: TypeAlias = (
     | PassRecord
     | FinishRecord
     | AgreementRecord
+    | EndRecord
 )
 
 KINDS: Mapping[str, type[Any]] = types.MappingProxyType(
@@ -168,6 +180,7 @@ KINDS: Mapping[str, type[Any]] = types.MappingProxyType(
         "pass": PassRecord,
         "finish": FinishRecord,
         "agreement": AgreementRecord,
+        "end": EndRecord,
     }
 )
 _KIND_OF: Mapping[type[Any], str] = types.MappingProxyType({cls: kind for kind, cls in KINDS.items()})

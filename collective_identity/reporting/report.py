@@ -11,14 +11,14 @@ from .. import codes
 from . import totals
 from .coverage import Coverage, cover
 from .jsonl import RankLog
-from .records import SCHEMA, EventRecord, ExpectedRecord, RunRecord
+from .records import SCHEMA, EndRecord, EventRecord, ExpectedRecord, RunRecord
 from .steps import CONFLICT, DROPPED, MALFORMED, PHASES, Graph, graphs_of, steps_of
 from .together import ended_early, run_of, sort_out
 
 _AGREEMENT = ("differs", "timeout", "agreed", "alone", "skipped", "off")  # the first found speaks for the run
 _EXAMPLES = 20
 
-FAULTS = ("lost", "conflict", "malformed", "not_captured")
+FAULTS = ("lost", "conflict", "malformed", "not_captured", "unfinished")
 """Kinds of fault that `Report.faults` can be asked for."""
 
 
@@ -47,6 +47,7 @@ class RankReport:
     failures: tuple[str, ...]
     notes: tuple[str, ...]
     agreement: str
+    unfinished: str | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -185,7 +186,7 @@ def build_report(logs: Sequence[RankLog], *, folder: bool = True) -> Report:
     """The report of one or more ranks' records. Ranks left over from an earlier start are left out, and said;
     in a run `folder` every rank is expected to have left a file, and graphs that the others have too."""
     found = sort_out(logs, folder=folder)
-    ranks = [_rank_report(log) for log in found.kept]
+    ranks = [_rank_report(log, folder=folder) for log in found.kept]
     told = next((rank.run.ranks for rank in ranks if rank.run is not None), len(ranks))
     early, notes = ended_early({rank.rank: rank.graphs for rank in ranks}, told) if folder else ({}, {})
     return Report(
@@ -202,13 +203,19 @@ def build_report(logs: Sequence[RankLog], *, folder: bool = True) -> Report:
     )
 
 
-def _rank_report(log: RankLog) -> RankReport:
+def _rank_report(log: RankLog, *, folder: bool) -> RankReport:
     graphs = graphs_of(log.records)
     declared = [record for record in log.records if isinstance(record, ExpectedRecord)]
     events = [record for record in log.records if isinstance(record, EventRecord)]
-    coverage = cover(steps_of(graphs), declared, cached=any(graph.cached for graph in graphs))
+    coverage = cover(steps_of(graphs), declared)
     failures = list(coverage.failures)
-    notes = list(coverage.notes)
+    unfinished = _unfinished(log, folder=folder)
+    notes = [*([] if unfinished is None else [unfinished]), *coverage.notes]
+    notes += [
+        f"{event.code} {event.slug}: {event.text}; {event.detail or 'nothing was declared'}. {event.remedy}"
+        for event in events
+        if event.code == codes.NOTHING_COMPILED.id
+    ]
     for graph in graphs:
         where = f"{graph.phase} graph {graph.name}"
         if graph.state == "unfinished":
@@ -216,7 +223,10 @@ def _rank_report(log: RankLog) -> RankReport:
         elif graph.finish is not None and graph.finish.error is not None:
             failures.append(f"{where}: the compile failed: {graph.finish.error}")
         elif graph.cached:
-            notes.append(f"{where}: from cache, no pass ran")
+            notes.append(
+                f"{where}: from a compile cache, no pass ran in this process; its compile seconds are what finding and "
+                "loading it took"
+            )
         if graph.agreement is not None and graph.agreement.status == "differs":
             failures.append(f"{where}: {graph.agreement.detail}")
         elif graph.agreement is not None and graph.agreement.status == "timeout":
@@ -239,7 +249,16 @@ def _rank_report(log: RankLog) -> RankReport:
         failures=tuple(failures),
         notes=tuple(notes),
         agreement=_worst(verdicts),
+        unfinished=unfinished,
     )
+
+
+def _unfinished(log: RankLog, *, folder: bool) -> str | None:
+    """What ended the session, if it was not its end. In a run `folder` a session that is open has left no last line."""
+    end = next((record for record in log.records if isinstance(record, EndRecord)), None)
+    if end is not None:
+        return None if end.error is None else f"an exception ended the session: {end.error}"
+    return "the session was never closed: its process was killed, or still runs" if folder else None
 
 
 def _worst(verdicts: Iterable[str]) -> str:
@@ -279,12 +298,15 @@ def _warned(events: Sequence[EventRecord], graphs: Sequence[Graph]) -> tuple[War
 
 
 def _faults(rank: RankReport, kind: str) -> list[str]:
+    if kind == "unfinished":
+        return [] if rank.unfinished is None else [rank.unfinished]
     if kind == "not_captured":
         rows = [row for row in rank.coverage.rows if row.not_captured]
-        told = [e for w in rank.warnings if w.code == codes.NOT_CAPTURED.id for e in w.examples]
+        missing = (codes.NOT_CAPTURED.id, codes.NOTHING_COMPILED.id)
+        told = [(w, e) for w in rank.warnings if w.code in missing for e in w.examples]
         return [
             *(f"{row.role}, {row.phase}: {row.not_captured} of {row.expected} not captured" for row in rows),
-            *(f"{codes.NOT_CAPTURED}: {example['detail']}" for example in told),
+            *(f"{w.code} {w.slug}: {example['detail'] or w.text}" for w, example in told),
         ]
     slug = {code.id: code.slug for code in codes.CODES.values()}
     wanted, absence = {

@@ -11,10 +11,11 @@ import typer
 
 from ..compat import collector_paused
 from .differences import rank_differences, run_difference
-from .explanation import explain
+from .explanation import explain, not_found
 from .jsonl import RunFolderError, read_run
 from .report import FAULTS, Report, build_report
-from .terminal import render, render_difference, render_explanation
+from .terminal import render, render_difference
+from .terminal_explanation import render_explanation
 
 _BAD_USAGE = 2
 
@@ -53,7 +54,7 @@ def report_command(
     elif as_json:
         _print_json({**found.to_dict(), "differences": rank_differences(found)})
     else:
-        render(found)
+        render(found, run=run)
 
 
 def check_command(
@@ -120,10 +121,12 @@ def explain_command(
 
     Exit code 0, or 2 when RUN holds no readable run or nothing of that name.
     """
-    found = explain(_read(run), what, rank=rank)
+    report = _read(run)
+    found = explain(report, what, rank=rank)
     if not found:
         where = "" if rank is None else f" on rank {rank}"
-        _fail(f"{run}: expected a node, parameter or parameter group, found none named {what!r}{where}")
+        instead = not_found(report, what, rank=rank)
+        _fail(f"{run}: expected a node, parameter or parameter group, found none named {what!r}{where}; {instead}")
     if as_json:
         _print_json({"found": found})
     else:

@@ -71,6 +71,7 @@ class Graph:
     name: str
     backend: str
     begun: str = "off"
+    modules: tuple[str, ...] | None = None
     captured: tuple[CollectiveRow, ...] | None = None
     finish: FinishRecord | None = None
     agreement: AgreementRecord | None = None
@@ -144,6 +145,11 @@ class Step:
     def known(self) -> bool:
         return bool(self.phases)
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The declared models whose parameters its graphs take, sorted; none when that is not known."""
+        return tuple(sorted({name for graph in self.parts for name in graph.modules or ()}))
+
 
 @dataclass(frozen=True, slots=True)
 class Tally:
@@ -171,7 +177,9 @@ def graphs_of(records: Iterable[Record]) -> tuple[Graph, ...]:
     graphs: dict[int, Graph] = {}
     for record in records:
         if isinstance(record, GraphRecord):
-            graphs[record.graph] = Graph(record.graph, record.phase, record.name, record.backend, record.lite)
+            graphs[record.graph] = Graph(
+                record.graph, record.phase, record.name, record.backend, record.lite, record.modules
+            )
             continue
         number = getattr(record, "graph", None)
         graph = graphs.get(number) if number is not None else None

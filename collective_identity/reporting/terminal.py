@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .report import Report
+from .report import FAULTS, Report
 from .steps import PHASES
 
-_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
+STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _PLAIN_WIDTH = 140  # columns where the output is no terminal
 
 
-def render(report: Report, *, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Print a report to `file` (stdout by default), in colour only when it is a terminal."""
-    console = _console(file, width)
+def render(
+    report: Report, *, file: IO[str] | None = None, width: int | None = None, run: Path | None = None
+) -> None:
+    """Print a report to `file` (stdout by default), in colour only when it is a terminal.
+
+    With the folder `run` it came from, the last line names the commands to go on with.
+    """
+    console = console_for(file, width)
     data = report.to_dict()
-    _head(console, data)
+    _head(console, data, len(report.faults(FAULTS)))
     if data["coverage"]:
         for part in _coverage(data, console.width):
             console.print(part)
@@ -37,7 +45,23 @@ def render(report: Report, *, file: IO[str] | None = None, width: int | None = N
         if data[name]:
             console.print(Text(name.capitalize(), style="bold"))
         for text in data[name]:
-            console.print(Text(f"  {text}", style=style))
+            print_sentence(console, Text(f"  {text}", style=style))
+    if run is not None:
+        print_sentence(console, Text(_next(data, run), style="dim"))
+
+
+def _next(data: dict[str, Any], run: Path) -> str:
+    beside = Path(sys.executable).parent / "collective-identity"
+    program = str(beside) if shutil.which("collective-identity") is None and beside.is_file() else beside.name
+    commands = [f"{program} check {run}", f"{program} report {run} --html"]
+    if data["roles"]:
+        commands.append(f"{program} explain {run} NAME (a parameter, a parameter group or a node)")
+    return f"next: {'; '.join(commands)}"
+
+
+def print_sentence(console: Console, text: Text) -> None:
+    """A sentence: wrapped on a terminal only, so that elsewhere it can be searched for."""
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def render_text(report: Report, *, width: int = _PLAIN_WIDTH) -> str:
@@ -49,18 +73,22 @@ def render_text(report: Report, *, width: int = _PLAIN_WIDTH) -> str:
     return out.getvalue()
 
 
-def _console(file: IO[str] | None, width: int | None) -> Console:
+def console_for(file: IO[str] | None, width: int | None) -> Console:
+    """Of the terminal's width and colours, or plain and wide where there is none."""
     console = Console(file=file, width=width, highlight=False, soft_wrap=False)
     if width is None and not console.is_terminal:
         console = Console(file=file, width=_PLAIN_WIDTH, highlight=False)
     return console
 
 
-def _head(console: Console, data: dict[str, Any]) -> None:
+def _head(console: Console, data: dict[str, Any], faults: int) -> None:
     run = data["run"] or {}
     counts = data["counts"]
     line = Text("collective identity: ")
-    line.append("ok" if data["ok"] else "NOT OK", style="bold green" if data["ok"] else "bold red")
+    if data["ok"] and faults:
+        line.append(f"as declared, but `check` finds {faults} fault{'s' * (faults > 1)}", style="bold yellow")
+    else:
+        line.append("ok" if data["ok"] else "NOT OK", style="bold green" if data["ok"] else "bold red")
     line.append(
         f"  {data['ranks']} ranks, mode {run.get('mode', '?')}, torch {run.get('torch', '?')}; "
         f"agreement {data['agreement']}; compile {data['seconds']['compile']:.2f} s, "
@@ -89,12 +117,18 @@ def _coverage(data: dict[str, Any], width: int) -> list[Table | Text]:
     for place, row in enumerate(rows):
         good = row["expected"] is None or row["expected"] == row["captured"] == row["explicit"]
         shown = [Text(texts[place]) for header, texts in cells.items() if header not in empty]
-        table.add_row(*shown, style=None if good else _STYLE["warning"])
+        table.add_row(*shown, style=None if good else STYLE["warning"])
     said = []
     for value, word in (("0", "none"), ("?", "unknown")):
         names = [_NUMBERS[header].replace("_", " ") for header in empty if cells[header][0] == value]
         said += [f"{word}: {', '.join(names)}"] if names else []
-    return [table, Text("; ".join(said), style="dim")] if said else [table]
+    lines = [Text("; ".join(said), style="dim")] if said else []
+    if any(row["expected"] is None and row["phase"] == "regather" for row in rows):
+        lines.append(Text(_OPEN, style="dim"))
+    return [table, *lines]
+
+
+_OPEN = "?: re-gathers are one for each parameter whose value backward needs (seldom a bias); which, nobody declared"
 
 
 _NUMBERS = {
@@ -193,7 +227,7 @@ def _warnings(data: dict[str, Any]) -> Table:
             Text(warned["text"]),
             Text(place),
             Text(warned["remedy"]),
-            style=_STYLE.get(warned["severity"]),
+            style=STYLE.get(warned["severity"]),
         )
     return table
 
@@ -218,7 +252,7 @@ def _roles(counts: dict[str, int] | None) -> Text:
 
 def render_difference(difference: dict[str, Any], *, file: IO[str] | None = None) -> None:
     """Print what `differences.run_difference` found."""
-    console = _console(file, None)
+    console = console_for(file, None)
     if difference["same"]:
         console.print("the runs are the same")
         return
@@ -226,53 +260,23 @@ def render_difference(difference: dict[str, Any], *, file: IO[str] | None = None
         what = ", ".join(
             f"{name} {_number(v[0])} -> {_number(v[1])}" for name, v in row.items() if isinstance(v, list)
         )
-        console.print(Text(f"{row['role']}, {row['phase']}: {what}"))
+        print_sentence(console, Text(f"{row['role']}, {row['phase']}: {what}"))
     for code, (a, b) in difference["codes"].items():
-        console.print(Text(f"{code}: {a} -> {b}"))
+        print_sentence(console, Text(f"{code}: {a} -> {b}"))
     for graph in difference["graphs"]:
         if graph["in"] != "both":
-            console.print(Text(f"{graph['graph']}: only in run {graph['in'].upper()}"))
+            print_sentence(console, Text(f"{graph['graph']}: only in run {graph['in'].upper()}"))
             continue
         a, b = (_number(n) for n in graph["count"])
-        console.print(Text(f"{graph['graph']}, {graph['stage']}: {a} -> {b} collectives"))
+        print_sentence(console, Text(f"{graph['graph']}, {graph['stage']}: {a} -> {b} collectives"))
         if first := graph["first"]:
             text = f"  first at {first['position']}: {first['field']} {first['a']!r} -> {first['b']!r}"
-            console.print(Text(text))
+            print_sentence(console, Text(text))
         for example in graph["examples"]:
             sign = "-" if example["in"] == "a" else "+"
             names = ", ".join(example["params"] or ()) or example["param_group"] or example["node"]
             text = f"  {sign} {example['count']} x {example['role'] or 'no role'} ({example['transport']}) of {names}"
-            console.print(Text(text, style="red" if sign == "-" else "green"))
+            print_sentence(console, Text(text, style="red" if sign == "-" else "green"))
     for sign, name in (("-", "only_a"), ("+", "only_b")):
         for failure in difference["failures"][name]:
-            console.print(Text(f"{sign} {failure}"))
-
-
-def render_explanation(found: list[dict[str, Any]], *, file: IO[str] | None = None) -> None:
-    """Print what `explanation.explain` found."""
-    console = _console(file, None)
-    for one in found:
-        console.print(Text(f"{one['node']}, rank {one['rank']}, {one['graph']} graph: {one['verdict']}", style="bold"))
-        for stage in ("captured", "after"):
-            row = one[stage]
-            if row is None:
-                console.print(Text(f"  {stage}: not there"))
-                continue
-            size = "unknown size" if row["nbytes"] is None else readable(row["nbytes"])
-            parts = [
-                f"{row['transport']} ({row['form']}) on group {row['group']} of {row['group_size']}",
-                row["reduce_op"],
-                f"{row['dtype']}, {size}",
-                f"{row['role'] or 'no role'}" + (f" {row['source']} by {row['producer']}" if row["source"] else ""),
-                row["param_group"] and f"unit {row['param_group']}",
-                row["params"] and f"parameters {', '.join(row['params'][:8])}" + (" ..." * (len(row["params"]) > 8)),
-            ]
-            console.print(Text(f"  {stage}: " + "; ".join(part for part in parts if part)))
-        if one["members"]:
-            console.print(Text(f"  merged, in order: {', '.join(one['members'])}"))
-        for event in one["events"]:
-            by = f" by pass {event['pass_name']}" if event["pass_name"] else ""
-            at = f", at {event['stack']}" if event["stack"] else ""
-            text = f"  {event['code']} {event['slug']}{by}: {event['text']}. {event['detail']}{at}. {event['remedy']}"
-            console.print(Text(text, style=_STYLE.get(event["severity"], "")))
-        console.print(Text(f"  passes that changed the graph: {', '.join(one['passes']) or 'none'}"))
+            print_sentence(console, Text(f"{sign} {failure}"))

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any, NoReturn
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
 from ..comparison import RanksDisagree
-from ..standstill import Seen, Verdict
+from ..standstill import Kind, Seen, Verdict
 from ..watch import PATIENCE, StoreError, Watcher, bounded, open_store
 
 _AT_LEAST = 1.0  # seconds that a store is given whatever --wait says
 _LOOK = 30.0  # seconds that reading all ranks may take
+
+
+_DO: Final[Mapping[Kind, str]] = MappingProxyType(
+    {
+        "silent": "on that host: is the process there, what does dmesg say?",
+        "skipped": "its log at that step: an exception that was swallowed?",
+        "other_operation": "an eager collective under `if rank == ...`, or batches of different shape?",
+        "behind": "its line of code below: data loading, a checkpoint, an evaluation on that rank alone?",
+        "unfinished": "the network or a device: NCCL_DEBUG=INFO, the link between these hosts",
+    }
+)
 
 
 def lines(seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None, ranks: int) -> Iterator[str]:
@@ -33,8 +45,10 @@ def lines(seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None,
         yield f"{ranks} ranks, not moved for {verdict.still:.0f} s while a compile goes on (ranks {which}): no hang"
     else:
         yield f"{ranks} ranks, moving"
-    for finding in verdict.findings:
+    for number, finding in enumerate(verdict.findings):
         yield f"  {finding}"
+        if number == 0:
+            yield f"    look at: {_DO[finding.kind]} More: docs/my-job-hangs.md"
     if verdict.unheard:
         yield f"  not heard from ranks {list(verdict.unheard)}: they have compiled nothing yet, or never started"
     if verdict.stands and not verdict.findings and not all(one.gone for one in seen):
@@ -75,12 +89,16 @@ def watch_command(
         except (StoreError, ValueError, KeyError, TypeError) as error:
             _fail(f"the store cannot be read: {type(error).__name__}: {error}")
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-            typer.echo(f"the store is gone, so the job has ended: {str(error).splitlines()[0]}", err=True)
+            typer.echo(f"the store is gone, so the job has ended (`report RUN` says how each rank did): "
+                f"{str(error).splitlines()[0]}", err=True)
             raise typer.Exit(2 if once else 0) from None
         late = time.monotonic() - began >= wait
         if found is None:
             if once and late:
-                _fail("no rank has published anything: is a session open, with watch=True?")
+                _fail(
+                    "no rank has published anything: the job is still starting, has compiled nothing yet, or has no "
+                    "session open (with watch=True)"
+                )
         else:
             seen, verdict, difference = found
             ended = bool(seen) and all(one.record["ended"] for one in seen) and not verdict.unheard

@@ -28,6 +28,7 @@ _FLOATS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@functools.cache
 def available(device: torch.device) -> bool:
     """Whether the kernels run on this device: a CUDA device that has bfloat16, and triton is installed."""
     return (

@@ -6,9 +6,10 @@ removed leaves no trace in the graph: torch's create and erase hooks see it. Wha
 next one is given, so a row of passes shares one snapshot (``python -m benchmarks lite``). Of a module: its tensors
 (storage, place in it, version), its sub-modules, ``meta`` and ``forward``, and its graph's code generator.
 
-Not seen: elements written below autograd (``.data.add_``, through numpy), which move no version; a fake value edited
-in place; other keys of a node's ``meta``; objects in ``custom`` that are no container and no tensor; and what is set
-back to the very same object before the pass ends.
+Not seen: elements written below autograd (``.data.add_``, through numpy), which move no version; a fake value, or a
+list of them, edited in place; arguments written past fx's immutable containers; names, types and users of nodes; other
+keys of a node's ``meta``; objects in ``custom`` that are no container and no tensor; other attributes and hooks of a
+module, and its class; and what is set back to the very same object before the pass ends.
 
 A mark for recompute is a change as well, except by the passes of ``EXEMPT``: those marks belong to capture.
 """
@@ -49,7 +50,7 @@ class Guard:
 
     @contextmanager
     def around(
-        self, parts: Iterable[fx.GraphModule], pass_name: str, *, why: str = "lite mode"
+        self, parts: Iterable[fx.GraphModule], pass_name: str, *, why: str = "lite mode", exempt: bool = True
     ) -> Iterator[None]:
         """Run a pass inside; nothing of ``parts`` may change.
 
@@ -57,6 +58,7 @@ class Guard:
             parts: graph modules, sub-graphs listed as well.
             pass_name: named in the error; the names in ``EXEMPT`` may write what is listed there.
             why: what forbids the change, for the error.
+            exempt: False for a user's pass, whose name may be any.
 
         Raises:
             LiteViolation: something changed, or was changed and changed back by inserting and removing a node.
@@ -64,7 +66,7 @@ class Guard:
         watched = tuple(parts)
         before = [self._left.get(part) or Snapshot(part) for part in watched]
         self._left = {}  # what is not guarded now may change
-        allowed = EXEMPT.get(pass_name, frozenset())
+        allowed = EXEMPT.get(pass_name, frozenset()) if exempt else frozenset()
         with _seen(watched) as seen:
             yield
         differences = [line for one in before for line in one.differences(allowed)] or seen

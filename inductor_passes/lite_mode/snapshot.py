@@ -99,6 +99,8 @@ def _held(gm: fx.GraphModule) -> dict[str, Any]:
         **{f"meta[{key!r}]": _frozen(value) for key, value in gm.meta.items()},
         "forward": gm.__dict__.get("forward"),
         "graph._codegen": gm.graph._codegen,
+        "graph._codegen._body_transformer": getattr(gm.graph._codegen, "_body_transformer", None),
+        "graph.owning_module": gm.graph.owning_module,  # whose create and erase hooks run
         **_tensors(gm),
     }
 

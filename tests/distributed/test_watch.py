@@ -33,7 +33,7 @@ def named(outcome: dict[str, Any], ranks: int) -> None:
     assert (at["row"]["transport"], at["row"]["reduce_op"]) == ("all_reduce", "sum")
     assert at["graph"].startswith("inference graph ")
     assert f"rank {last} has skipped" in outcome["text"] and "2 of 3 issued" in outcome["text"]
-    assert f"collective 2 of 3 in {at['graph']}, call {SKIPPED_CALL}" in outcome["text"]
+    assert f"collective 3 of 3 in {at['graph']}, call {SKIPPED_CALL}" in outcome["text"]
     where = {one["rank"]: one["where"] for one in found["by_rank"]}
     assert all("hang_runs.py" in where[rank] for rank in range(ranks)), where
     assert "step(torch.ones(4), name, ranks)" in where[0] and "wait_tensor" in where[0], where

@@ -105,6 +105,8 @@ CHANGES: dict[str, Change] = {
     "constant_restrided": lambda gm: gm.constant.as_strided_((2,), (0,)),
     "constant_of_a_part": lambda gm: gm.part.weight.detach().zero_(),
     "forward": lambda gm: setattr(gm, "forward", lambda x: x),
+    "owning_module": lambda gm: fx.GraphModule(gm, gm.graph) and None,
+    "code_transformer": lambda gm: gm.graph.on_generate_code(lambda _: lambda body: body) and None,
     "code_generator": lambda gm: gm.graph.set_codegen(fx.graph.CodeGen()),
     "module_meta": lambda gm: gm.meta.update(nested_region_config=1),
     "module_meta_edited": lambda gm: gm.meta["deep"].append(1),
@@ -172,6 +174,16 @@ def test_what_capture_marked_is_given_to_the_next_pass() -> None:
     unmark = Planted(lambda gm: find(gm, aten.neg.default).meta.pop("recompute"))
     with pytest.raises(PassError, match="'planted' .* recompute of neg_default was 2, is None"):
         Pipeline([quiet(), mark, unmark]).run(graph(), CONTEXT)
+
+
+def test_a_users_pass_of_an_exempt_name_may_not_mark_either() -> None:
+    def reshard(gm: fx.GraphModule) -> None:
+        CHANGES["recompute_mark"](gm)
+
+    reshard.__qualname__ = "reshard"
+    switches = {"fallback_by_default": True}
+    with inductor_config.patch(switches), pytest.raises(PassError, match="'reshard' must not .* recompute of neg"):
+        run_user_passes(graph(), [reshard])
 
 
 def test_what_an_unguarded_pass_wrote_is_given_to_the_next() -> None:

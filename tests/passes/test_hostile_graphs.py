@@ -31,7 +31,7 @@ GRAPHS = {**hostile_graphs.GRAPHS, **hostile_writes.GRAPHS}
 
 PASSES: Mapping[str, Callable[[fx.GraphModule], object]] = {
     "bucket": bucket_collectives,
-    "bucket for kernels": lambda gm: bucket_collectives(gm, order="graph", kernels="triton"),
+    "bucket for kernels, overlap": lambda gm: (bucket_collectives(gm, order="graph", kernels="triton"), overlap(gm)),
     "bucket as bytes": lambda gm: bucket_collectives(gm, order="graph", mixed_dtypes=True),
     "bucket under a cap": lambda gm: bucket_collectives(gm, cap_mb=512 / 2**20),
     "dedup": dedup_reduce_scatters,

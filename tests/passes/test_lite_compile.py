@@ -22,6 +22,7 @@ import collective_identity as ci
 from benchmarks.selective_decompose import capture, shape_of
 from inductor_passes import one_trace
 from inductor_passes.lite_mode import prepare
+from inductor_passes.lite_mode.decompose import AS_THEIR_KERNELS
 from inductor_passes.upstream import compile_fx_replaced
 
 OURS: dict[str, Any] = {"backend": "collective_identity", "options": {"strict_lite": True}}
@@ -170,6 +171,20 @@ def test_a_transposed_gradient(function: Callable[[Tensor], Tensor], traced_once
     expected = gradient(backend="aot_eager")
     found = gradient(**{"mode": "lite"} if traced_once else OURS)
     assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dropped", [0.1, 0.3, 0.5])
+def test_a_transposed_gradient_of_dropout_is_rounded_as_by_the_kernel(dtype: torch.dtype, dropped: float) -> None:
+    op = torch.ops.aten.native_dropout_backward.default
+    made = torch.Generator().manual_seed(0)
+    args = (
+        torch.randn(64, 32, generator=made).to(dtype).t(),
+        torch.rand(32, 64, generator=made) > dropped,
+        1 / (1 - dropped),
+    )
+    expected, found = op(*args), AS_THEIR_KERNELS[op](op, *args)
+    assert torch.equal(found, expected) and (found.dtype, found.stride()) == (expected.dtype, expected.stride())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""The benchmarks of bucketing and dedup run on small graphs, and already there ours is the faster."""
+"""The benchmarks of bucketing, dedup and kernels run on small graphs, and keep what they promise of these."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from benchmarks import bucketing, dedup
+from benchmarks import bucketing, dedup, kernels
 from collective_identity.compat import torch_version
 from tests.unit.test_benchmarks import lines
 
@@ -22,3 +24,23 @@ def test_dedup(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["left"] for row in growing] == [5, 50, 500]
     if torch_version() >= (2, 13):  # before, torch had none
         assert last["ratio"] > 1
+
+
+def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *rows, counted, verdict = lines(kernels, capsys, "--tensors", "24")
+    assert first["timed"].startswith("nothing") and len(rows) == 12
+    assert all(row["equal"] for row in rows) and not any("ratio" in row for row in rows)
+    assert counted["ours"] == 2 and counted["torch"] >= 24 and verdict["failures"] == []
+
+
+def test_kernels_fails_where_a_bound_is_not_kept() -> None:
+    def rows(equal: bool = True, **figures: float) -> list[dict[str, Any]]:
+        row = {"mb": 64, "members": 8, "from": "a", "to": "b", "equal": equal, "copy_ms": 1.0}
+        row |= {"ours_ms": 1.2, "ratio": 1.5}
+        return [{"what": what, **row, **figures} for what in ("gather_input", "gather_output")]
+
+    assert kernels.failures_of(rows()) == []
+    assert len(kernels.failures_of(rows(equal=False))) == 2
+    assert len(kernels.failures_of(rows(ratio=0.9))) == 2 and not kernels.failures_of(rows(ratio=0.99))
+    assert len(kernels.failures_of(rows(ours_ms=1.3))) == 1, "0.77 of the copy bandwidth, both directions together"
+    assert not kernels.failures_of(rows(ours_ms=1.3, mb=16))

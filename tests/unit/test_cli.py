@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -114,6 +115,14 @@ def test_help_says_what_the_exit_codes_mean() -> None:
     for arguments in (["report", "--help"], ["check", "--help"], ["doctor", "--help"]):
         found = call(*arguments)
         assert found.exit_code == 0 and "Exit code" in found.output
+
+
+def test_without_the_report_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    spec = importlib.util.spec_from_file_location("collective_identity.cli_alone", cli.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(SystemExit, match=r"needs typer, .* pip install 'collective-identity\[report\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_doctor_finds_what_is_needed_in_this_torch() -> None:

@@ -24,7 +24,7 @@ FULL = {"forward": 6, "regather": 6, "backward": 0}
 
 
 def build(book: Ledger) -> Report:
-    return build_report((book.rank_log(),))
+    return build_report((book.rank_log(),), folder=False)
 
 
 def cell(report: Report, role: str, phase: str) -> Any:
@@ -295,6 +295,19 @@ def test_an_unknown_expected_count_is_compared_with_nothing() -> None:
     add_step(book, forward=gathers()[:2])
     report = build(book)
     assert report.ok and cell(report, PARAM_UNSHARD, "forward").expected is None
+
+
+def test_a_unit_that_is_never_gathered_again_is_a_note_where_the_number_is_open() -> None:
+    """What backward needs is not known when a model is installed; that a unit lost all of it can be seen."""
+    book = ledger()
+    rows = [dataclasses.replace(r, count=None) if r.phase == "regather" else r for r in expectation().rows]
+    book.declare(dataclasses.replace(expectation(), rows=tuple(rows)))
+    kept = tuple(r for r in backward_rows() if r.transport != "all_gather" or r.param_group != "layers.1")
+    add_step(book, backward=kept)
+    report = build(book)
+    (note,) = report.notes
+    assert report.ok and note.startswith("step 0/0, fsdp.param_unshard, regather: layers.1: resharded after")
+    assert "?: re-gathers are one for each parameter whose value backward needs" in render_text(report)
 
 
 def test_an_unexpected_role_is_a_failure() -> None:

@@ -192,6 +192,52 @@ def test_explain_says_when_nothing_has_the_name(tmp_path: Path) -> None:
     assert call("explain", tmp_path, "bucket_0", "--rank", 3).exit_code == 2
 
 
+def test_explain_names_what_there_is_instead(tmp_path: Path) -> None:
+    write(tmp_path)
+    guessed = call("explain", tmp_path, "blocks.1").stderr
+    assert guessed.endswith("none named 'blocks.1'; parameter groups: layers.0, layers.1\n")
+    close = call("explain", tmp_path, "layer.1").stderr
+    assert "none named 'layer.1'; close to it: layers.1, layers.0; parameter" in close
+
+
+def bucketed(folder: Path, *, cached: bool = False) -> Path:
+    """A unit of nine parameters, gathered in one bucket."""
+    book = ledger(str(folder))
+    rows = gathers(9)
+    bucket = dataclasses.replace(rows[0], node="bucket_0", members=tuple(one.node for one in rows[9:18]))
+    log = book.begin_graph("forward", "0/0", "inductor")
+    log.captured(rows)
+    if not cached:
+        log.pass_ran("bucket", 0.1, True, {}, {}, {})
+    log.finish((bucket,), cached=cached, compile_seconds=93.0)
+    book.close()
+    return folder
+
+
+def test_explain_says_one_bucket_once_and_breaks_no_sentence_in_a_pipe(tmp_path: Path) -> None:
+    shown = call("explain", bucketed(tmp_path), "layers.0").stdout.splitlines()
+    title, *rest = shown
+    assert title == "bucket_0, rank 0, forward 0/0 graph: 9 of its 9 members, which is fsdp.param_unshard"
+    captured = [line for line in rest if line.startswith("  captured all_gather_into_tensor_")]
+    assert len(captured) == 9 and all(line.endswith("unit layers.0; parameters w") for line in captured)
+    assert [line.split()[0] for line in rest[9:]] == ["after:", "merged,", "passes"]
+    assert len(json.loads(call("explain", tmp_path, "layers.0", "--json").stdout)["found"]) == 9
+
+
+def test_a_graph_from_a_cache_is_said_to_be_one(tmp_path: Path) -> None:
+    shown = call("explain", bucketed(tmp_path, cached=True), "layers.0").stdout
+    assert "from a compile cache: no pass ran" in shown and "passes that changed" not in shown
+    (note,) = [text for text in call("report", tmp_path).stdout.splitlines() if "its compile seconds" in text]
+    assert note.startswith("  forward graph 0/0: from a compile cache, no pass ran in this process; its compile")
+    assert note.endswith("are what finding and loading it took")
+
+
+def test_the_report_ends_with_what_to_run_next(tmp_path: Path) -> None:
+    shown = call("report", write(tmp_path)).stdout.splitlines()[-1]
+    assert shown.startswith("next: ") and f"collective-identity check {tmp_path}; " in shown
+    assert f"report {tmp_path} --html; " in shown and f"explain {tmp_path} NAME" in shown
+
+
 def test_help_names_every_command_and_exit_code() -> None:
     shown = call("--help").stdout
     for command in ("report", "check", "diff", "explain", "dump", "debugify", "doctor"):

@@ -11,13 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from collective_identity import session
+from collective_identity import compat, session
+from collective_identity.cli import app
 from collective_identity.reporting import RunFolderError, read_run
-from collective_identity.reporting.jsonl import read_rank
-from collective_identity.reporting.records import ExpectedRecord
+from collective_identity.reporting.jsonl import read_rank, write_run
+from collective_identity.reporting.records import EndRecord, ExpectedRecord, RunRecord
+from collective_identity.reporting.terminal import render_text
 from collective_identity.session import SessionError, current, enable, ensure, report
+from collective_identity.testing.asserts import assert_nothing_lost
+from inductor_passes.backend import collective_identity as backend
 from tests.unit.rows import expectation
+from tests.unit.sharded import sharded
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +123,9 @@ def test_an_empty_session_still_leaves_its_run_line(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     with enable(run_dir=tmp_path / "new" / "run"):
         pass
-    line = json.loads((tmp_path / "new" / "run" / "rank3.jsonl").read_text())
+    text = (tmp_path / "new" / "run" / "rank3.jsonl").read_text()
+    line, *_, end = map(json.loads, text.splitlines())
+    assert (end["kind"], end["error"]) == ("end", None) and end["ended"] >= line["started"]
     assert (line["schema"], line["kind"], line["rank"], line["ranks"]) == (1, "run", 3, 4)
     assert (line["run_id"], line["restart"], line["mode"]) == ("r1", 2, "optimize")
     assert report(tmp_path / "new" / "run").to_dict()["rank"] == 3
@@ -160,6 +169,92 @@ def test_a_crash_leaves_whole_lines_and_a_later_start_reads_on(tmp_path: Path) -
     with enable(run_dir=tmp_path) as handle:
         handle.session.begin_graph("inference", "1/0", "inductor").finish(())
     again = read_rank(path, 0)
-    assert again.sections == 2 and len(again.records) == 3
+    assert again.sections == 2 and len(again.records) == 4
     assert "line 3 is unreadable" in again.damaged[0]
     assert [graph["phase"] for graph in report(tmp_path).to_dict()["graphs"]] == ["inference"]
+
+
+def run_line(rank: int) -> RunRecord:
+    return RunRecord(rank, 2, "optimize", "", 0, "here", 1, 1.0, "2.13.0", "0.1.0", 1)
+
+
+def checked(folder: Path) -> tuple[int, list[str]]:
+    found = CliRunner().invoke(app, ["check", str(folder), "--json"])
+    return found.exit_code, json.loads(found.stdout)["reasons"]
+
+
+def test_a_rank_whose_session_was_never_closed_is_named(tmp_path: Path) -> None:
+    """Killed, as torchrun does to the others when one rank fails: whole lines and no last one."""
+    for rank in range(2):
+        write_run(tmp_path, rank, [run_line(rank), *([EndRecord(2.0)] if rank == 0 else [])])
+    never = "the session was never closed: its process was killed, or still runs"
+    assert report(tmp_path).ok and f"rank 1: {never}" in report(tmp_path).notes
+    assert checked(tmp_path) == (1, [f"unfinished: rank 1: {never}"])
+    others = CliRunner().invoke(app, ["check", str(tmp_path), "--fail-on", "lost,conflict,malformed,not_captured"])
+    assert others.exit_code == 0
+
+
+def test_a_session_that_an_exception_ends_says_so_and_advises_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(KeyError), caplog.at_level("INFO", "collective_identity"), enable(run_dir=tmp_path) as handle:
+        handle.session.declare(expectation("Net"))
+        raise KeyError("overlapp")
+    assert [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"] == [
+        "end of session: by KeyError: 'overlapp'"
+    ]
+    assert report(tmp_path).notes == ("an exception ended the session: KeyError: 'overlapp'",)
+    code, reasons = checked(tmp_path)
+    assert code == 1 and reasons[-1] == "unfinished: an exception ended the session: KeyError: 'overlapp'"
+    assert "install" not in str(reasons)
+    with pytest.raises(SystemExit), enable(run_dir=tmp_path / "left"):
+        raise SystemExit(0)
+    assert not any("exception" in note for note in report(tmp_path / "left").notes)
+
+
+def test_a_session_without_a_graph_is_a_note_and_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "eager_fsdp_modules", lambda running: ())  # other tests' models may be alive
+    with enable(run_dir=tmp_path) as handle:
+        pass
+    assert handle.report().ok
+    (note,) = report(tmp_path).notes
+    assert note.startswith("CI043 nothing_compiled: the session ended without a compiled graph; nothing was declared. ")
+    assert "fsdp_hooks.install(model)" in note
+    assert "collective identity: as declared, but `check` finds 1 fault  " in render_text(report(tmp_path))
+    text = "not_captured: CI043 nothing_compiled: the session ended without a compiled graph"
+    assert checked(tmp_path) == (1, [text])
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_model_that_was_compiled_without_install_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo's own error, about FSDP2's hooks, names nothing that the user wrote."""
+    model = sharded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported), enable(run_dir=tmp_path):
+        compiled(torch.ones(2, 8))
+    ended, note = report(tmp_path).notes
+    assert ended.startswith("an exception ended the session: Unsupported: ")
+    assert note.startswith("CI043 nothing_compiled: ") and "not installed: eager FSDP2 modules (root), blocks.0" in note
+    assert "call fsdp_hooks.install(model) after fully_shard" in note and "blocks.0, blocks.1" in caplog.text
+    with pytest.raises(AssertionError, match=r"compiled nothing: .* CI043 nothing_compiled: .*\(root\), blocks.0"):
+        assert_nothing_lost(report(tmp_path))
+    code, reasons = checked(tmp_path)
+    assert code == 1 and any(reason.startswith("not_captured: CI043 nothing_compiled: ") for reason in reasons)
+
+
+OPEN = """
+import sys
+from collective_identity.session import enable
+handle = enable(run_dir=sys.argv[1])
+handle.session.begin_graph("forward", "0/0", "inductor").finish(())
+raise ValueError("a bad batch\\nin two lines")
+"""
+
+
+def test_a_session_that_is_open_when_python_ends_is_closed_then(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(session.__file__).parents[1])}
+    ended = subprocess.run([sys.executable, "-c", OPEN, str(tmp_path)], env=environment, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert report(tmp_path).notes[0] == "an exception ended the session: ValueError: a bad batch"

@@ -61,7 +61,7 @@ def test_who_has_issued_fewer_is_named_with_the_collective_that_is_missing() -> 
     assert (at.number, at.graph, at.call, at.position, at.of) == (5, "forward graph 0/0", 1, 1, 3)
     assert str(found) == (
         "rank 1 has not issued what rank 0 waits for on group 'a' (ranks 0,1): reduce_scatter fsdp.grad_reduce_shard "
-        "of layers.0, collective 1 of 3 in forward graph 0/0, call 1"
+        "of layers.0, collective 2 of 3 in forward graph 0/0, call 1"
     )
 
 
