@@ -305,10 +305,17 @@ def reshard_all(model: nn.Module) -> None:
 _WATCHES = "_fsdp_hooks_watches"
 
 
-def watch_accumulation(leaf: torch.Tensor, check: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """Have ``check`` run after each gradient that is added to ``leaf.grad``; not one of the :func:`gradient_hooks`."""
+def watch_accumulation(
+    leaf: torch.Tensor, check: Callable[[torch.Tensor], None]
+) -> torch.utils.hooks.RemovableHandle | None:
+    """Have ``check`` run after each gradient that is added to ``leaf.grad``; not one of the :func:`gradient_hooks`.
+
+    None where it never will be: integers have no gradient.
+    """
     setattr(check, _WATCHES, True)
     trained = leaf.requires_grad
+    if not (trained or leaf.is_floating_point() or leaf.is_complex()):
+        return None
     try:
         return leaf.requires_grad_().register_post_accumulate_grad_hook(check)  # a frozen one may be trained later
     finally:
