@@ -202,6 +202,17 @@ def registered_methods(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def replace_eager_forward(module: nn.Module, instead: Callable[..., Any] | None) -> None:
+    """What a method given to ``register_fsdp_forward_method`` from now on calls first; None: FSDP2's own again.
+
+    The module's own forward does not: its hooks hold FSDP2's method since ``fully_shard``.
+    """
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    state.__dict__.pop("_pre_forward", None)
+    if instead is not None:
+        state.__dict__["_pre_forward"] = instead
+
+
 def sync_of(group: Any) -> str:
     """How far backward takes the gradients now: ``"all"``, ``"shard"`` (no all-reduce) or ``"none"``."""
     if not group.reduce_grads:

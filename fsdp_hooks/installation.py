@@ -202,6 +202,7 @@ def _give_back(model: nn.Module, installation: _Installation) -> None:
         hooks[key] = original_hook
     for module in installation.managed:
         setattr(module, _DYNAMO_MANAGED, True)
+        compat.replace_eager_forward(module, None)
         for name in (UNIT, METHODS):
             module.__dict__.pop(name, None)
     for module, name, original_method in installation.methods:
@@ -309,6 +310,7 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             del module.__dict__[name]
         # Dynamo drops its guards on FSDP-managed modules (builder.py, skip_fsdp_guards): a captured model needs them.
         setattr(module, _DYNAMO_MANAGED, False)
+        compat.replace_eager_forward(module, refusals.late_method(plan.unit.name))
     for found in plan.found:
         for owner, _ in found.owners:
             if BINDINGS not in owner.__dict__:

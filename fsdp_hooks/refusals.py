@@ -170,6 +170,19 @@ def watch_gradient(param: Any, group: Any, name: str, fqn: str) -> torch.utils.h
     return compat.watch_accumulation(param.sharded_param, check)
 
 
+def late_method(name: str) -> Callable[..., Any]:
+    """What a method runs first that was registered on an installed module."""
+
+    def refuse_it(*args: Any) -> None:
+        refuse(
+            name,
+            "register_fsdp_forward_method on an installed model, whose method would gather outside every graph",
+            "call it before fsdp_hooks.install",
+        )
+
+    return refuse_it
+
+
 def refuse(name: str, option: str, way_out: str = WAY_OUT) -> None:
     """Raise :class:`UnsupportedOption` for one option of one module."""
     where = "the root module" if name == "" else f"module {name!r}"
