@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import fx
@@ -53,7 +53,10 @@ __all__ = ["Expectation", "ExpectedRow", "GraphKind", "GraphLog", "Ledger"]
 
 logger = logging.getLogger(__name__)
 
-GraphKind = Literal["joint", "forward", "backward", "inference"]
+GraphKind = Literal["joint", "forward", "backward", "inference", "step"]
+"""``"step"``: forward and backward as one graph, compiled as one."""
+STEP: Final = "collective_identity.step"
+"""Key in a graph module's ``meta``: it is a whole training step, of this name."""
 
 
 class Ledger:
