@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -155,11 +156,13 @@ def watch_gradient(param: Any, group: Any, name: str, fqn: str) -> torch.utils.h
     One that runs after accumulation is right but where no gradient is reduced: FSDP2 does not call it there, autograd
     does in compiled code, for the parameter is an input of the compiled function. None where there is no gradient.
     """
+    held = weakref.ref(group)  # the group holds the model, and nothing frees a model that a tensor's hook holds
 
     def check(leaf: torch.Tensor) -> None:
         if leaf._backward_hooks:
             refuse(name, f"{_GRADIENT_HOOK} (parameter {fqn!r})")
-        if compat.sync_of(group) != "all" and compat.gradient_hooks(leaf):
+        group = held()
+        if group is not None and compat.sync_of(group) != "all" and compat.gradient_hooks(leaf):
             refuse(
                 name,
                 f"register_post_accumulate_grad_hook with gradient sync off in compiled code (parameter {fqn!r}): it "

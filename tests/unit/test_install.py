@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -280,3 +282,21 @@ def test_install_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="collective_identity"):
         fsdp_hooks.install(sharded())
     assert "installed on FSDPModel: 5 attributes read through 3 fully_shard modules" in caplog.text
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("make", ["install", "data_parallel", "installed and compiled"])
+def test_a_model_that_nobody_holds_is_freed(make: str, ran: bool) -> None:
+    if make == "data_parallel":
+        model: nn.Module = fsdp_hooks.data_parallel(Model(), init_device_mesh("cpu", (4,)))
+    else:
+        model = fsdp_hooks.install(sharded())
+    if ran:
+        call = torch.compile(model, backend="eager") if make == "installed and compiled" else model
+        call(torch.ones(2, 8)).sum().backward()
+        del call
+        torch._dynamo.reset()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
