@@ -38,7 +38,7 @@ def agree(
 
     Args:
         rows: the collectives of the graph (`collective_table`), in graph order; none for a cached graph.
-        kind: "forward", "backward", "joint" or "inference".
+        kind: "forward", "backward", "joint", "inference" or "step".
         cached: the graph came from a compile cache. Its rows are not compared, its tag is.
         tag: digest of the captured graph and every option that can change it. Always compared.
         timeout: seconds to wait for peers; 0 turns the check off.

@@ -197,6 +197,13 @@ NOTHING_COMPILED: Final = Code(
     "the session ended without a compiled graph",
     "call fsdp_hooks.install(model) after fully_shard, then torch.compile it with backend='collective_identity'",
 )
+EAGER_ROLES: Final = Code(
+    "CI044",
+    "eager_roles",
+    "info",
+    "eager FSDP2 says its roles wherever something traces it; nothing was to be compiled",
+    "nothing to do; to compile, use fsdp_hooks.install instead of use_functional_comms",
+)
 
 # Across ranks.
 RANKS_DISAGREE: Final = Code(
@@ -245,6 +252,7 @@ _TABLE: Final = (
     FROM_CACHE,
     LITE_SKIPPED,
     NOTHING_COMPILED,
+    EAGER_ROLES,
     RANKS_DISAGREE,
     AGREEMENT_TIMEOUT,
     EXPECTED_MISMATCH,

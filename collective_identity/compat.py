@@ -372,14 +372,15 @@ def tracing() -> bool:
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in (key.PROXY, key.FAKE, key.FUNCTIONAL))
 
 
-def eager_fsdp_modules(*, running: bool = True) -> tuple[str, ...]:
+def eager_fsdp_modules(*, running: bool = True, labelled: bool = False) -> tuple[str, ...]:
     """Names of the modules under ``fully_shard`` in whose eager forward this is called; "(root)" without a name.
 
     All modules of that root whose own hooks are on; without `running` those of every live model. A module that shards
-    nothing, on a mesh of one rank, is left out.
+    nothing, on a mesh of one rank, is left out. With `labelled` only those whose communication object says of itself,
+    by ``says_roles``, that it opens `role_scope`.
     Private names: ``_composable_state._module_state_mapping``, of ``FSDPState`` ``_pre_forward_hook_handle`` and
-    ``_state_ctx.iter_forward_root``, and ``FSDPParamGroup._module_fqn``, PyTorch 2.11-2.15; where one is missing the
-    answer is empty.
+    ``_state_ctx.iter_forward_root``, of ``FSDPParamGroup`` ``_module_fqn`` and ``_all_gather_comm``, PyTorch 2.11-2.15;
+    where one is missing the answer is empty.
     """
     state_module = sys.modules.get("torch.distributed._composable_state")
     found = []
@@ -393,6 +394,8 @@ def eager_fsdp_modules(*, running: bool = True) -> tuple[str, ...]:
                 continue
             if running and state._state_ctx.iter_forward_root is None:  # type: ignore[union-attr]
                 continue  # no forward of its model is under way
+            if labelled and not getattr(group._all_gather_comm, "says_roles", False):
+                continue
             handles = getattr(handle, "handles", (handle,))
             if any((hooks := one.hooks_dict_ref()) is not None and one.id in hooks for one in handles):
                 name = getattr(group, "_module_fqn", None)

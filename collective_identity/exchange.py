@@ -26,7 +26,7 @@ _SLACK = 1.0  # seconds past the timeout after which the store counts as hung
 _LINGER = 5.0  # seconds a rank that found a difference waits for its peers to have read it
 _SETTLE = 2.0  # seconds a rank that agrees with its peers gives them to compare among themselves
 _FIRST_PAUSE, _LAST_PAUSE = 0.002, 0.1  # seconds between two looks at the store
-_RUNS = ("forward", "joint", "inference")  # kinds that a rank runs in the order in which it compiles them
+_RUNS = ("forward", "joint", "inference", "step")  # kinds that a rank runs in the order in which it compiles them
 
 
 @dataclass(frozen=True, slots=True)

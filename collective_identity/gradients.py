@@ -22,7 +22,7 @@ from .view import SOURCES, View
 _VIEWS: Final = frozenset(
     "view _unsafe_view reshape expand unsqueeze squeeze permute transpose t alias detach clone contiguous "
     "slice split split_with_sizes narrow select constant_pad_nd cat stack _to_copy copy copy_ unbind "
-    "as_strided".split()
+    "as_strided slice_scatter select_scatter diagonal_scatter as_strided_scatter".split()
 )
 _TO_ONE_ELEMENT: Final = frozenset("sum mean amax max norm linalg_vector_norm any all prod _local_scalar_dense".split())
 _CREATORS: Final = frozenset("full full_like zeros zeros_like ones ones_like empty empty_like scalar_tensor".split())
@@ -37,10 +37,11 @@ _CURVED: Final = frozenset(
 _OPTIMIZERS: Final = ("_foreach_", "_amp_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
-def gradient_scatters(view: View, asked: Mapping[fx.Node, Launch]) -> set[fx.Node]:
-    """The reduce-scatters of ``asked``, of the view, whose result meets nothing but state on its way out."""
+def gradient_scatters(view: View, asked: Mapping[fx.Node, Launch]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The reduce-scatters of ``asked``, of the view, whose result meets nothing but state on its way out; and the
+    all-reduces below any that add up measures of what was reduced, a gradient norm's, and no gradients."""
     if not asked:
-        return set()
+        return set(), set()
     flow = _Flow(view)
     spoiled, reaches = bytearray(len(view.nodes)), bytearray(len(view.nodes))
     for i in reversed(view.cone):
@@ -49,7 +50,7 @@ def gradient_scatters(view: View, asked: Mapping[fx.Node, Launch]) -> set[fx.Nod
             continue
         if flow.leaves[i] or not flow.scalar[i]:
             for above in met:
-                reaches[above] |= flow.leaves[i] or reaches[i]
+                reaches[above] |= flow.leaves[i] or flow.writes[i] or reaches[i]
         wrong = not flow.leaves[i] and (spoiled[i] or not flow.meets_state(i))
         for above in met:
             # A coefficient made from gradients, a norm's, may scale anything.
@@ -60,7 +61,11 @@ def gradient_scatters(view: View, asked: Mapping[fx.Node, Launch]) -> set[fx.Nod
         number = view.number[wait]
         return bool(wait.users) and bool(flow.gradient[number] and reaches[number]) and not spoiled[number]
 
-    return {start for start in asked if view.waits[start] and all(map(is_gradient, view.waits[start]))}
+    measures = {view.nodes[i] for i, launch in view.launches.items() if launch.transport is Transport.ALL_REDUCE}
+    return (
+        {start for start in asked if view.waits[start] and all(map(is_gradient, view.waits[start]))},
+        {node for node in measures if flow.measured[view.number[node]]},
+    )
 
 
 class _Flow:
@@ -73,6 +78,9 @@ class _Flow:
         activation: holds any activation.
         scalar: one element, or no tensor.
         curved: a gradient that is no longer linear in what was reduced, and has not been added to state since.
+        measured: made of gradients only by way of their norms, sums, or what else is curved.
+        state: an input or attribute itself, by views and updates in place.
+        writes: state is updated in place.
     """
 
     def __init__(self, view: View) -> None:
@@ -81,7 +89,8 @@ class _Flow:
         size = len(view.nodes)
         self.leaves, self.update = bytearray(size), bytearray(size)
         self.gradient, self.activation = bytearray(size), bytearray(size)
-        self.scalar, self.curved = bytearray(size), bytearray(size)
+        self.scalar, self.curved, self.measured = bytearray(size), bytearray(size), bytearray(size)
+        self.state, self.writes = bytearray(size), bytearray(size)
         for i in view.cone:
             self._look_at(i)
         self._sort_out()
@@ -89,6 +98,7 @@ class _Flow:
     def _look_at(self, number: int) -> None:
         op = self._view.ops[number]
         if op != "call_function":
+            self.state[number] = op in SOURCES
             self.leaves[number] = op == "output"
             self.update[number] = op == "output" or op in SOURCES
             return
@@ -98,7 +108,11 @@ class _Flow:
             self.update[number] = launch.transport in (Transport.ALL_REDUCE, Transport.REDUCE_SCATTER)
             self.gradient[number] = launch.transport is Transport.REDUCE_SCATTER
             return
-        kind = self._kind(number)[0]
+        kind, _, name = self._kind(number)
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or name in _VIEWS:
+            self.state[number] = self._is_state(self._view.nodes[number])
+            self.writes[number] = in_place and self.state[number]
         if kind == "passes":
             self.update[number] = True
         elif kind == "to_one_element":
@@ -127,6 +141,19 @@ class _Flow:
             elif _any(self.gradient, inputs[i]):
                 self.gradient[i] = True
                 self.curved[i] = self._curves(i)
+                met = [above for above in inputs[i] if self.gradient[above]]
+                self.measured[i] = self._measures(i) or all(self.measured[one] or self.curved[one] for one in met)
+
+    def _measures(self, number: int) -> bool:
+        kind, _, name = self._kind(number)
+        return kind == "to_one_element" or name == "_foreach_norm"
+
+    def _is_state(self, node: fx.Node) -> bool:
+        """Whether what an operator looks at, or updates in place, is state; of a list its first tensor tells."""
+        first = node.args[0] if node.args else None
+        if isinstance(first, (list, tuple)):
+            first = first[0] if first else None
+        return isinstance(first, fx.Node) and bool(self.state[self._view.number[first]])
 
     def _is_list_update(self, number: int) -> bool:
         """An operator over a list of gradients and states, some computed here: nothing but optimizers uses these."""

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import fx
@@ -53,7 +53,10 @@ __all__ = ["Expectation", "ExpectedRow", "GraphKind", "GraphLog", "Ledger"]
 
 logger = logging.getLogger(__name__)
 
-GraphKind = Literal["joint", "forward", "backward", "inference"]
+GraphKind = Literal["joint", "forward", "backward", "inference", "step"]
+"""``"step"``: forward and backward as one graph, compiled as one."""
+STEP: Final = "collective_identity.step"
+"""Key in a graph module's ``meta``: it is a whole training step, of this name."""
 
 
 class Ledger:
@@ -114,12 +117,12 @@ class Ledger:
             self._event(None, "", code, node, role, None, detail)
 
     def take_over(self, other: Ledger) -> None:
-        """Close another ledger and declare what was declared there: models may be installed before
-        `enable`."""
+        """Close another ledger and declare what was declared there of models that still live: they may be installed
+        before `enable`."""
         other.close()
         self.models.take_over(other.models)
         for record in other.records():
-            if isinstance(record, ExpectedRecord):
+            if isinstance(record, ExpectedRecord) and not other.models.gone(record.module):
                 self._add(record)
 
     def records(self) -> tuple[Record, ...]:

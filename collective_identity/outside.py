@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import compat
-from .codes import NOT_CAPTURED, NOTHING_COMPILED
+from .codes import EAGER_ROLES, NOT_CAPTURED, NOTHING_COMPILED
 from .ledger import Ledger
-from .reporting.records import CapturedRecord, ExpectedRecord, GraphRecord
+from .reporting.records import CapturedRecord, EventRecord, ExpectedRecord, GraphRecord
 
 _NAMED = 12
 
@@ -31,15 +31,29 @@ def say_nothing_compiled(ledger: Ledger, *, failed: bool) -> None:
     """At the end of a session: record that it holds no graph, and the models that nobody has installed.
 
     Not where a producer has declared a model: the report says of each that it is not captured. One
-    that an exception ended may have been about to: then only models that could not have been captured are said.
+    that an exception ended may have been about to: then only models that could not have been captured are said. Eager
+    FSDP2 that says its roles itself has nothing to compile.
     """
-    if any(isinstance(record, (GraphRecord, ExpectedRecord)) for record in ledger.records()):
+    records = ledger.records()
+    if any(isinstance(record, (GraphRecord, ExpectedRecord)) for record in records):
+        return
+    if labelled := sorted(compat.eager_fsdp_modules(running=False, labelled=True)):
+        say_eager_roles(ledger, labelled)
+    if labelled or any(isinstance(r, EventRecord) and r.code == EAGER_ROLES.id for r in records):
         return
     names = sorted(compat.eager_fsdp_modules(running=False))
     if names or not failed:
         ledger.event(NOTHING_COMPILED, detail=f"not installed: {_hooks(names)}" if names else "")
 
 
+def say_eager_roles(ledger: Ledger, names: Sequence[str]) -> None:
+    """Record that the collectives of these eager FSDP2 modules carry their roles without a graph of ours."""
+    ledger.event(EAGER_ROLES, detail=f"eager FSDP2 modules {_some(names)}")
+
+
 def _hooks(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"eager FSDP2 modules {', '.join(names[:_NAMED])}{more}: their collectives run in FSDP2's hooks"
+    return f"eager FSDP2 modules {_some(names)}: their collectives run in FSDP2's hooks"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

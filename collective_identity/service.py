@@ -94,6 +94,7 @@ class Service:
             if address is not None and address.startswith("file:"):
                 every = max(every, _FILE_BEAT)
             start = {"prefix": board.prefix, "run": run, "restart": restart, "ranks": ranks, "every": every}
+            start["folder"] = self._run_dir
             board.store.set(NEWEST, json.dumps(start))
             if rank == 0 and address is not None:
                 self._say_where(address)

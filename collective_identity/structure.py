@@ -20,7 +20,7 @@ from torch import fx
 from . import compat
 from .gradients import gradient_scatters
 from .roles import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD
-from .sources import parameter_gathers
+from .sources import parameter_gathers, value_of
 from .transports import WAIT, Launch, Transport
 from .view import Rules, View
 
@@ -48,8 +48,11 @@ def structural_roles(
     roles: dict[fx.Node, str | None] = {}
     said: set[object] = set(fsdp_groups)
     marked: list[set[object]] = []
+    measures: set[fx.Node] = set()
     for view in views:
-        found = _gathers(view, rules) | _scatters(view, rules)
+        scatters, measured = _scatters(view, rules)
+        found = _gathers(view, rules) | scatters
+        measures |= measured
         roles |= dict.fromkeys(view.starts)
         for node in found:
             gathers = view.starts[node].transport is Transport.ALL_GATHER
@@ -58,7 +61,7 @@ def structural_roles(
     everywhere: set[object] = set().union(*marked)
     for view, own in zip(views, marked, strict=True):
         # Torch looks at one graph alone; a group is FSDP's wherever it is seen.
-        roles.update(_reduces(view, rules, (said, own if rules == "compatible" else everywhere)))
+        roles.update(_reduces(view, rules, (said, own if rules == "compatible" else everywhere), measures))
     return roles
 
 
@@ -83,15 +86,27 @@ def _group(node: fx.Node, launch: Launch, rules: Rules) -> object:
     return given if isinstance(given, (str, fx.Node)) else launch.group
 
 
-def _reduces(view: View, rules: Rules, known: tuple[set[object], ...]) -> Iterator[tuple[fx.Node, str | None]]:
-    """All-reduces have no shape of their own: on an FSDP group they count as FSDP (torch 2.13 on)."""
+def _reduces(
+    view: View, rules: Rules, known: tuple[set[object], ...], measures: Container[fx.Node]
+) -> Iterator[tuple[fx.Node, str | None]]:
+    """All-reduces have no shape of their own: on an FSDP group they count as FSDP (torch 2.13 on).
+
+    Where a group is known by what its producer says, and not by torch's heuristics, what cannot be gradients does not.
+    """
     knows_groups = rules == "extended" or compat.torch_version() >= (2, 13)
     said, inferred = known
     for node, launch in view.starts.items():
         if launch.transport is Transport.ALL_REDUCE:
             meant = _is_upstreams(node, launch) if rules == "compatible" else launch.reduce_op in _SUMS
-            fsdp = knows_groups and meant and (launch.group in said or _group(node, launch, rules) in inferred)
+            told = launch.group in said and (rules == "compatible" or not (node in measures or _is_number(launch)))
+            fsdp = knows_groups and meant and (told or _group(node, launch, rules) in inferred)
             yield node, GRAD_REPLICATE_REDUCE if fsdp else None
+
+
+def _is_number(launch: Launch) -> bool:
+    """Whether it sends a loss or a norm: a shard's gradient has the dimension that is sharded, at least."""
+    values = [value_of(one) for one in launch.inputs]
+    return bool(values) and all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values)
 
 
 def _is_upstreams(node: fx.Node, launch: Launch) -> bool:
@@ -153,10 +168,11 @@ def _is_cast(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and compat.op_name(node.target) == _CAST
 
 
-def _scatters(view: View, rules: Rules) -> set[fx.Node]:
+def _scatters(view: View, rules: Rules) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Reduce-scatters of gradients, and all-reduces that measure these."""
     asked = view.of(Transport.REDUCE_SCATTER)
     if not asked:
-        return set()
+        return set(), set()
     upstreams = [n for n, launch in asked.items() if _is_upstreams(n, launch)]
     waits = {n: [w for w in view.waits[n] if w.target is WAIT] for n in upstreams}
     if compat.torch_version() >= (2, 13):
@@ -165,9 +181,10 @@ def _scatters(view: View, rules: Rules) -> set[fx.Node]:
     else:
         good = {w for several in waits.values() for w in several if _is_cast_output(w)}
     found = {n for n, several in waits.items() if several and good.issuperset(several)}
-    if rules == "extended":
-        found |= gradient_scatters(view, asked)
-    return found
+    if rules == "compatible":
+        return found, set()
+    more, measures = gradient_scatters(view, asked)
+    return found | more, measures
 
 
 def _unary_to_output(view: View) -> set[fx.Node]:

@@ -78,7 +78,7 @@ def show(folder: Path) -> None:
     if find_spec("rich"):
         from collective_identity.reporting.terminal import render
 
-        render(report, file=sys.stderr)
+        render(report, file=sys.stderr, run=folder)
     else:
         counts = ", ".join(f"{n} {kind}" for kind, n in report.to_dict()["counts"].items())
         print(f"collective identity: {'ok' if report.ok else 'NOT OK'}; {counts}", file=sys.stderr)

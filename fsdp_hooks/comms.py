@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, role_scope
+from collective_identity import session as ci_session
+from collective_identity.outside import say_eager_roles
 from collective_identity.transports import WAIT, Transport, default_overload
 
 from . import compat, compat_eager
@@ -34,6 +36,8 @@ _PREVIOUS = "_fsdp_hooks_previous_comms"
 
 class FunctionalAllGather(AllGather):
     """All-gathers one FSDP parameter group by a functional collective, role included."""
+
+    says_roles = True  # to `collective_identity.compat.eager_fsdp_modules`
 
     def __init__(self, found: Sequence[Found]) -> None:
         self._param_group = found[0].param_group
@@ -167,6 +171,8 @@ def use_functional_comms(model: nn.Module) -> nn.Module:
     for module, _, gather, scatter in planned:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
+    if (session := ci_session.current()) is not None:
+        say_eager_roles(session.ledger, sorted(one.name or "(root)" for one, _, _ in groups))
     model.__dict__[_PREVIOUS] = ([(module, previous) for module, previous, _, _ in planned], reducers)
     return model
 

@@ -56,7 +56,9 @@ def compiled(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: Any, e
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    told = gm.meta
     gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # tensors that the graph reads by name stay the same ones
+    gm.meta.update(told)
     for node in gm.graph.nodes:
         node.meta.pop("unbacked_bindings", None)
         node.target = functionalizable(node.target)

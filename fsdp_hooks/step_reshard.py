@@ -46,7 +46,7 @@ def gather_again(gm: fx.GraphModule, forward_ends: str, reopened: Mapping[str, S
             late = {u for node in full for u in node.users if first < index.get(u, 0) <= last and u.op != "output"}
             if not late:
                 continue
-            copies = _copied(gm.graph, above, min(late, key=lambda node: index[node]))
+            copies = _copied(gm.graph, above, min(late, key=lambda node: index[node]), first < end)
             stamp(copies[start], identity)
             if first < end:
                 forward.add(copies[start].name)
@@ -64,12 +64,12 @@ def gather_again(gm: fx.GraphModule, forward_ends: str, reopened: Mapping[str, S
     return frozenset(forward)
 
 
-def _copied(graph: fx.Graph, chain: list[fx.Node], before: fx.Node) -> dict[fx.Node, fx.Node]:
+def _copied(graph: fx.Graph, chain: list[fx.Node], before: fx.Node, forward: bool) -> dict[fx.Node, fx.Node]:
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(before):
         for node in chain:
             copies[node] = copy = graph.node_copy(node, lambda n: copies.get(n, n))
-            copy.meta = {**node.meta, "partitioner_tag": "is_forward"}
+            copy.meta = {**node.meta, "partitioner_tag": "is_forward" if forward else "is_backward"}
     return copies
 
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import collective_identity as ci
-from collective_identity.ledger import GraphKind
+from collective_identity.ledger import STEP, GraphKind
 
 from . import compat, compat_step
 from .errors import InstallError, UnsupportedOption
@@ -201,9 +201,10 @@ def _trace(step: TrainStep, loss_fn: Loss) -> TrainStep:
     session = ci.session.ensure()
     declare_step(session, model)
     rows = ci.collective_table(gm)
+    name = gm.meta[STEP] = f"{type(model).__name__} step"
     kinds: tuple[tuple[GraphKind, bool], ...] = (("forward", True), ("backward", False))
     for kind, is_forward in kinds:
-        log = session.begin_graph(kind, f"{type(model).__name__} step", "trace_train_step")
+        log = session.begin_graph(kind, name, "trace_train_step")
         half = tuple(row for row in rows if (row.node in forward) is is_forward)
         log.captured(half)
         log.finish(half)

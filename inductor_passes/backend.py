@@ -28,7 +28,7 @@ import collective_identity as ci
 from collective_identity import compat, session
 from collective_identity.codes import DROPPED_UNKNOWN, LITE_SKIPPED, STRUCTURE_MISMATCH
 from collective_identity.digest import CollectiveRow
-from collective_identity.ledger import GraphKind, GraphLog
+from collective_identity.ledger import STEP, GraphKind, GraphLog
 from collective_identity.outside import say_eager_modules
 from collective_identity.standing import Place
 
@@ -107,7 +107,8 @@ class _Compile:
         self._observe = self._session.mode == "observe"
         if options.dump and self._session.run_dir is None:
             raise OptionError("option 'dump' expects a run folder, found none: open one with enable(run_dir=...)")
-        self._name = str(CompileContext.current_compile_id() or "graph")
+        self._step = gm.meta.get(STEP)
+        self._name = str(self._step or CompileContext.current_compile_id() or "graph")
         self._tag = self._digest(ci.payload_digest(gm), marks_digest(gm), *map(coverage.describe, inputs))
         self._unseen = unseen(gm, inputs) if options.inner == "inductor" else ()
         self._agreed = (
@@ -119,7 +120,7 @@ class _Compile:
         self._groups = ci.payload_groups(gm)
         self._recorded: coverage.Tables = coverage.load(self._key) or {}
         self._timeout = self._session.agreement_timeout
-        if not self._name.endswith("/0"):
+        if self._step is None and not self._name.endswith("/0"):
             self._timeout = min(self._timeout, _RECOMPILE_TIMEOUT)
         self._graphs: dict[GraphKind, _Graph] = {}
         self._lock = threading.Lock()
@@ -200,6 +201,8 @@ class _Compile:
     @contextmanager
     def _graph(self, kind: GraphKind, gm: fx.GraphModule) -> Iterator[_Graph]:
         """The log of one graph's compile, closed however that ends."""
+        if kind == "inference" and self._step is not None:
+            kind = "step"
         lite = lite_state(gm)  # before any pass, none of which can make it another
         log = self._session.begin_graph(kind, self._name, NAME, lite=lite.value, modules=self._modules)
         start = time.perf_counter()
@@ -238,10 +241,11 @@ class _Compile:
     def _from_cache(self, seconds: float) -> None:
         """AOTAutograd took the whole compile from its cache: none of our passes saw a graph."""
         if not self._recorded:
-            log = self._session.begin_graph("forward", self._name, NAME, modules=self._modules)
+            kind: GraphKind = "forward" if self._step is None else "step"
+            log = self._session.begin_graph(kind, self._name, NAME, modules=self._modules)
             log.finish((), cached=True, lite=self._lite_state.value, compile_seconds=seconds)
-            self._graphs["forward"] = _Graph.unknown(log, self._groups)
-            self._graphs["forward"].publish(self._agreed)
+            self._graphs[kind] = _Graph.unknown(log, self._groups)
+            self._graphs[kind].publish(self._agreed)
         for kind, (before, after) in self._recorded.items():
             log = self._session.begin_graph(kind, self._name, NAME, modules=self._modules)
             log.captured(before)
@@ -286,7 +290,7 @@ class _Compile:
 
 
 class _Graph:
-    """One forward, backward or inference graph: before, transformed, after."""
+    """One forward, backward, inference or step graph: before, transformed, after."""
 
     def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog, not_run: str = "") -> None:
         self.kind, self.lite, self._context, self._log = context.kind, context.lite, context, log

@@ -44,7 +44,7 @@ class PassContext:
     """What a pass may look at besides its graph."""
 
     kind: GraphKind
-    """``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``."""
+    """``"joint"``, ``"forward"``, ``"backward"``, ``"inference"`` or ``"step"``."""
     lite: LiteState
     observe: bool
     """True in an observe session: no graph may change, except by passes whose lite behaviour is CAPTURE."""

@@ -91,7 +91,7 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Coverage
             notes.append("no producer declared what to expect: nothing to compare with")
         elif counted:
             notes.append(NOTHING_SEEN)
-        return Coverage(rows, (), tuple(notes), shown[-1][1].other if shown else {}, len(steps))
+        return Coverage(rows, (), tuple(dict.fromkeys(notes)), shown[-1][1].other if shown else {}, len(steps))
 
     taken: dict[int, list[tuple[list[str], Step, Tally]]] = {}
     for step, t in _whole_steps(holding, wants):
@@ -139,7 +139,7 @@ def cover(steps: Sequence[Step], declared: Iterable[ExpectedRecord]) -> Coverage
     other: Counter[str] = Counter()
     for _, _, t in shown_pairs:
         other.update(t.other)
-    return Coverage(rows, tuple(failures), tuple(notes), other, len(steps))
+    return Coverage(rows, tuple(failures), tuple(dict.fromkeys(notes)), other, len(steps))
 
 
 _ALL = frozenset(PHASES)

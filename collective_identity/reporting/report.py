@@ -214,7 +214,7 @@ def _rank_report(log: RankLog, *, folder: bool) -> RankReport:
     notes += [
         f"{event.code} {event.slug}: {event.text}; {event.detail or 'nothing was declared'}. {event.remedy}"
         for event in events
-        if event.code == codes.NOTHING_COMPILED.id
+        if event.code in (codes.NOTHING_COMPILED.id, codes.EAGER_ROLES.id)
     ]
     for graph in graphs:
         where = f"{graph.phase} graph {graph.name}"

@@ -114,7 +114,7 @@ class Graph:
         """ "forward", "regather" (a gather on the backward side) or "backward" (a reduction)."""
         if row.transport != "all_gather":
             return "backward"
-        backward = self.phase == "backward" or (self.phase == "joint" and row.backward)
+        backward = self.phase == "backward" or (self.phase in ("joint", "step") and row.backward)
         return "regather" if backward else "forward"
 
     def marked(self, wanted: frozenset[str], absence: str) -> dict[str, str]:
@@ -199,7 +199,8 @@ def graphs_of(records: Iterable[Record]) -> tuple[Graph, ...]:
 
 
 def steps_of(graphs: Iterable[Graph]) -> tuple[Step, ...]:
-    """Pair forwards with backwards. A joint graph stands for its step where the two halves are not known."""
+    """Pair forwards with backwards. A joint graph stands for its step where the two halves are not known; a step that
+    was compiled as one graph is a step."""
     slots: list[dict[str, Graph]] = []
     for graph in graphs:
         needs = {"forward": "joint", "backward": "forward"}.get(graph.phase)
@@ -229,6 +230,9 @@ def _step(slot: Mapping[str, Graph]) -> Step:
         return Step(
             name, "inference", (graph,), frozenset() if graph.before is None else frozenset(("forward",))
         )
+    if "step" in slot:
+        graph = slot["step"]
+        return Step(name, "training", (graph,), frozenset() if graph.before is None else frozenset(PHASES))
     parts: list[Graph] = []
     phases: set[str] = set()
     for phase, tells in (("forward", ("forward",)), ("backward", ("regather", "backward"))):
@@ -273,9 +277,10 @@ def tally(step: Step, *, any_group: bool = False) -> Tally:
     for graph in step.parts:
         bad, lost = graph.marked(MALFORMED, "malformed"), graph.marked(DROPPED, "dropped")
         places: dict[str, Cell] = {}
+        phases: dict[str, str] = {}
         for row in graph.before or ():
             guess = _ROLE_OF.get(row.transport)
-            phase = graph.phase_of(row)
+            phase = phases[row.node] = graph.phase_of(row)
             if guess is not None:
                 places[row.node] = (guess, phase)
             if row.role is not None and is_fsdp(row.role):
@@ -294,7 +299,8 @@ def tally(step: Step, *, any_group: bool = False) -> Tally:
                     absent[guess, phase] += 1
         for row in graph.after or ():
             if row.role is not None and is_fsdp(row.role):
-                after[row.role, graph.phase_of(row)] += 1
+                first = row.members[0] if row.members else row.node  # of a merged one its members tell
+                after[row.role, phases.get(first) or graph.phase_of(row)] += 1
         by_event = {event.node: event.role for event in graph.events if event.role is not None}
         for node in bad:
             malformed[places.get(node, ("(none)", "backward"))] += 1

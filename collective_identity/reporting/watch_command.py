@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NoReturn
 
@@ -13,6 +17,8 @@ import typer
 from ..comparison import RanksDisagree
 from ..standstill import Kind, Seen, Verdict
 from ..watch import PATIENCE, StoreError, Watcher, bounded, open_store
+from .jsonl import RunFolderError, read_run
+from .report import build_report
 
 _AT_LEAST = 1.0  # seconds that a store is given whatever --wait says
 _LOOK = 30.0  # seconds that reading all ranks may take
@@ -58,6 +64,47 @@ def lines(seen: list[Seen], verdict: Verdict, difference: dict[str, Any] | None,
             yield f"  rank {one.rank} ({one.record['host']}, process {one.record['pid']}) {one.where()}"
 
 
+def last_words(seen: Sequence[Seen], folder: str | None) -> tuple[int, list[str]]:
+    """Exit code and text once a job's store is gone: whether it ended well, as its run folder tells, and which rank
+    was heard last the longest ago."""
+    text = []
+    alive = sorted((one for one in seen if not one.record["ended"]), key=lambda one: one.record.get("time", 0.0))
+    if len(alive) > 1:
+        first, last = alive[0], alive[-1]
+        gap = last.record.get("time", 0.0) - first.record.get("time", 0.0)
+        every = f"each speaks every {first.record['every']:.0f} s"
+        text.append(
+            f"  rank {first.rank} ({first.record['host']}, process {first.record['pid']}) fell silent first, "
+            f"{gap:.1f} s before rank {last.rank} ({every}); then it {first.where()}"
+        )
+    if seen and not alive:
+        return 0, ["  every rank had ended its session"]
+    try:
+        reasons = build_report(read_run(folder)).faults(("unfinished",)) if folder is not None else None
+    except (RunFolderError, OSError):
+        reasons = None
+    if reasons is None:
+        unknown = "  how it ended is not known: no run folder is at hand (enable(run_dir=...)); see its own log"
+        return 2, [*text, unknown]
+    if not reasons:
+        return 0, ["  every rank had ended its session"]
+    return 1, ["  it failed, or was killed:", *(f"  {reason}" for reason in reasons), *text]
+
+
+@contextmanager
+def _without_torchs_words() -> Iterator[None]:
+    """Torch's C++ writes a backtrace to stderr when a store is gone, which is no fault of anyone who watches."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def watch_command(
     where: Annotated[
         str | None,
@@ -75,23 +122,27 @@ def watch_command(
 ) -> None:
     """Say where a running job stands, rank by rank, and who keeps it waiting. Reads the job's store, changes nothing.
 
-    Goes on until the job ends. Exit code 0 when it moves or has ended, 1 with --once when it stands still, 2 when
-    its store cannot be read.
+    Goes on until the job ends. Exit code 0 when it moves or has ended well, 1 when it was killed or failed, or with
+    --once stands still, 2 when its store cannot be read, or how it ended.
     """
-    began, said = time.monotonic(), ""
+    began, said, heard = time.monotonic(), "", list[Seen]()
     try:
         watcher = Watcher(open_store(where, min(PATIENCE, max(wait, _AT_LEAST)) if once else PATIENCE))
     except StoreError as error:
         _fail(str(error))
     while True:
         try:
-            found = bounded(lambda: watcher.look(stall), _LOOK)
+            with _without_torchs_words():
+                found = bounded(lambda: watcher.look(stall), _LOOK)
         except (StoreError, ValueError, KeyError, TypeError) as error:
             _fail(f"the store cannot be read: {type(error).__name__}: {error}")
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             typer.echo(f"the store is gone, so the job has ended (`report RUN` says how each rank did): "
                 f"{str(error).splitlines()[0]}", err=True)
-            raise typer.Exit(2 if once else 0) from None
+            folder = where if where is not None and Path(where).is_dir() else watcher.start.get("folder")
+            code, text = last_words(heard, folder)
+            typer.echo("\n".join(text), err=True)
+            raise typer.Exit(2 if once else code) from None
         late = time.monotonic() - began >= wait
         if found is None:
             if once and late:
@@ -101,15 +152,16 @@ def watch_command(
                 )
         else:
             seen, verdict, difference = found
+            heard = seen
             ended = bool(seen) and all(one.record["ended"] for one in seen) and not verdict.unheard
-            text = _text(watcher.start, seen, verdict, difference, as_json)
+            told = _text(watcher.start, seen, verdict, difference, as_json)
             news = repr((verdict.stands, verdict.findings, verdict.unheard, difference, [s.where() for s in seen]))
             if not verdict.stands:
                 news = repr((verdict.unheard, verdict.compiling, difference, ended))
             sure = verdict.stands and not any(one.old for one in seen)  # whether those live is soon known
             final = ended or (once and (sure or difference is not None or late))
             if news != said and (not once or final):
-                typer.echo(text)
+                typer.echo(told)
                 said = news
             if final:
                 raise typer.Exit(1 if once and (verdict.stands or difference is not None) else 0)

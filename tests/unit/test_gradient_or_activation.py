@@ -18,6 +18,7 @@ from collective_identity import (
     Source,
     classify,
     stamp,
+    start_nodes,
     store,
 )
 from tests.graphs import Builder, aten, identity
@@ -66,6 +67,48 @@ def test_clipping_shared_with_a_local_gradient(foreach: bool, rs: Any) -> None:
         return p - 0.1 * s * k, q - 0.1 * local * k
 
     assert found(f, (4, 8), (2, 8), (3, 8), (8, 8)) == [GRAD_REDUCE_SHARD]
+
+
+def test_a_gradient_that_is_written_into_state(rs: Any) -> None:
+    """As in place, and as AOTAutograd leaves it: through a copy of the buffer it was a part of."""
+
+    def in_place(g: Any, m: Any, p: Any) -> Any:
+        m.lerp_(rs(g), 0.1)
+        p.addcdiv_(m, m * m)
+
+    def functional(g: Any, m: Any, p: Any) -> Any:
+        s = rs(g)
+        clipped = torch.slice_scatter(s, s[:1] * 0.5, 0, 0, 1)
+        m.copy_(m + clipped)
+
+    def activation(a: Any, w: Any, p: Any) -> Any:
+        p.copy_(rs(a) @ w[:8, :8])
+
+    assert found(in_place, (4, 8), (2, 8), (2, 8)) == [GRAD_REDUCE_SHARD]
+    assert found(functional, (4, 8), (2, 8), (2, 8)) == [GRAD_REDUCE_SHARD]
+    assert found(activation, (4, 8), (8, 8), (2, 8)) == [None]
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_the_norm_of_gradients_is_no_gradient(p: float, new_group: Callable[[list[int]], str]) -> None:
+    group = new_group([0, 2])
+
+    def f(g: Any, state: Any) -> Any:
+        s = C.wait_tensor(C.reduce_scatter_tensor(g, "sum", 2, group))
+        norms = torch.stack(list(torch._foreach_norm([s, s + state], p))) ** p
+        total = C.wait_tensor(C.all_reduce(norms, "sum", group)).sum()
+        return state - s / total, C.wait_tensor(C.all_reduce(s * 0.5, "sum", group))
+
+    gm = make_fx(f, tracing_mode="fake")(torch.randn(4, 8), torch.randn(2, 8))
+    scatter, norm, gradient = start_nodes(gm)
+    assert [one and one.role for one in classify(gm).values()] == [
+        GRAD_REDUCE_SHARD,
+        GRAD_REPLICATE_REDUCE,
+        GRAD_REPLICATE_REDUCE,
+    ], "plain: as torch says of a group that it takes for FSDP's"
+    stamp(scatter, identity(GRAD_REDUCE_SHARD, group=group))
+    found = classify(gm)
+    assert found[norm] is None and found[gradient] is not None and found[gradient].role == GRAD_REPLICATE_REDUCE
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "product"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -236,6 +237,16 @@ def test_the_report_ends_with_what_to_run_next(tmp_path: Path) -> None:
     shown = call("report", write(tmp_path)).stdout.splitlines()[-1]
     assert shown.startswith("next: ") and f"collective-identity check {tmp_path}; " in shown
     assert f"report {tmp_path} --html; " in shown and f"explain {tmp_path} NAME" in shown
+
+
+def test_the_demo_ends_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    importlib.import_module("_verdict").show(write(tmp_path))
+    *_, following, folder = capsys.readouterr().err.splitlines()
+    assert following.startswith("next: ") and f"collective-identity check {tmp_path}; " in following
+    assert folder == f"run folder: {tmp_path}"
 
 
 def test_help_names_every_command_and_exit_code() -> None:

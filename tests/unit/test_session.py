@@ -14,11 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import fsdp_hooks
 from collective_identity import compat, session
 from collective_identity.cli import app
 from collective_identity.reporting import RunFolderError, read_run
 from collective_identity.reporting.jsonl import read_rank, write_run
 from collective_identity.reporting.records import EndRecord, ExpectedRecord, RunRecord
+from collective_identity.reporting.report import FAULTS
 from collective_identity.reporting.terminal import render_text
 from collective_identity.session import SessionError, current, enable, ensure, report
 from collective_identity.testing.asserts import assert_nothing_lost
@@ -215,7 +217,7 @@ def test_a_session_that_an_exception_ends_says_so_and_advises_nothing(
 def test_a_session_without_a_graph_is_a_note_and_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "eager_fsdp_modules", lambda running: ())  # other tests' models may be alive
+    monkeypatch.setattr(compat, "eager_fsdp_modules", lambda **_: ())  # other tests' models may be alive
     with enable(run_dir=tmp_path) as handle:
         pass
     assert handle.report().ok
@@ -229,19 +231,42 @@ def test_a_session_without_a_graph_is_a_note_and_fails_the_check(
 
 @pytest.mark.usefixtures("fake_world")
 def test_a_model_that_was_compiled_without_install_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Dynamo's own error, about FSDP2's hooks, names nothing that the user wrote."""
+    """Dynamo's own error, about FSDP2's hooks, names nothing that the user wrote. Models of other tests that are alive
+    are named beside this one's, up to twelve modules."""
     model = sharded()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported), enable(run_dir=tmp_path):
         compiled(torch.ones(2, 8))
     ended, note = report(tmp_path).notes
     assert ended.startswith("an exception ended the session: Unsupported: ")
-    assert note.startswith("CI043 nothing_compiled: ") and "not installed: eager FSDP2 modules (root), blocks.0" in note
-    assert "call fsdp_hooks.install(model) after fully_shard" in note and "blocks.0, blocks.1" in caplog.text
-    with pytest.raises(AssertionError, match=r"compiled nothing: .* CI043 nothing_compiled: .*\(root\), blocks.0"):
+    assert note.startswith("CI043 nothing_compiled: ")
+    assert "not installed: eager FSDP2 modules (root), " in note and "eager FSDP2 modules (root), " in caplog.text
+    assert "call fsdp_hooks.install(model) after fully_shard" in note
+    assert {"(root)", "blocks.0", "blocks.1"} <= set(compat.eager_fsdp_modules(running=False))
+    with pytest.raises(AssertionError, match=r"compiled nothing: .* CI043 nothing_compiled: .*\(root\), "):
         assert_nothing_lost(report(tmp_path))
     code, reasons = checked(tmp_path)
     assert code == 1 and any(reason.startswith("not_captured: CI043 nothing_compiled: ") for reason in reasons)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("order", ["session first", "comms first", "restored"])
+def test_eager_fsdp2_that_says_its_roles_has_nothing_to_compile(order: str, tmp_path: Path) -> None:
+    model = sharded()
+    if order == "comms first":
+        fsdp_hooks.use_functional_comms(model)
+    with enable(run_dir=tmp_path) as handle:
+        if order != "comms first":
+            fsdp_hooks.use_functional_comms(model)
+        model(torch.ones(2, 8)).sum().backward()
+        if order == "restored":
+            fsdp_hooks.restore_comms(model)
+    found = handle.report()
+    assert found.ok and found.faults(FAULTS) == []
+    (note,) = found.notes
+    assert note.startswith("CI044 eager_roles: ") and "eager FSDP2 modules (root), blocks.0, blocks.1. " in note
+    if order != "restored":
+        fsdp_hooks.restore_comms(model)
 
 
 OPEN = """

@@ -17,8 +17,12 @@ from typer.testing import CliRunner, Result
 from collective_identity import cli
 from collective_identity.board import NEWEST, ROOT, Board, BoardState
 from collective_identity.file_store import StoreFile
+from collective_identity.reporting.jsonl import write_run
+from collective_identity.reporting.records import EndRecord, RunRecord
+from collective_identity.reporting.watch_command import last_words
 from collective_identity.service import Service
 from collective_identity.watch import StoreError, Watcher, bounded, open_store
+from tests.unit.test_standstill import seen
 
 RUNNER = CliRunner()
 
@@ -147,6 +151,33 @@ def test_the_watcher_reads_a_file_store(tmp_path: Path) -> None:
     watcher = Watcher(open_store(f"file:{tmp_path}/store"))
     ranks, verdict, _ = watcher.look(4.0) or pytest.fail("nothing seen")
     assert (ranks, verdict.unheard) == ([], (0, 1))
+
+
+def test_a_job_that_dies_is_told_from_one_that_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 was heard last 4 s before rank 0; the run folder, which the job names, says that it never closed."""
+    for folder, killed in (("killed", 1), ("ended", 2)):
+        for rank in range(2):
+            records = [RunRecord(rank, 2, "observe", "r", 0, "h", 1, 1.0, "t", "p")]
+            write_run(tmp_path / folder, rank, [*records, *([EndRecord(2.0)] if rank != killed else [])])
+    heard = [seen(0, time=109.0, still=0.0), seen(1, time=105.0, still=0.0)]
+    server = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    begun = {"prefix": "p", "run": "r", "restart": 0, "ranks": 2, "every": 2.0, "folder": str(tmp_path / "killed")}
+    server[0].set(NEWEST, json.dumps(begun))
+    for one in heard:
+        Board(server[0], "p").set(f"at/{one.rank}", dict(one.record))
+    address = f"tcp://127.0.0.1:{server[0].port}"
+    threading.Timer(1.0, server.clear).start()
+    found = RUNNER.invoke(cli.app, ["watch", address, "--every", "0.2"])
+    assert found.exit_code == 1
+    gone, failed, reason, silent = found.stderr.splitlines()
+    assert gone.startswith("the store is gone") and failed == "  it failed, or was killed:"
+    assert reason.startswith("  unfinished: rank 1: the session was never closed")
+    assert silent.startswith("  rank 1 (h, process 7) fell silent first, 4.0 s before rank 0 (each speaks every 2 s); ")
+    assert "TCPStore.cpp" not in capfd.readouterr().err, "torch's C++ has its say on file descriptor 2"
+    assert last_words(heard, str(tmp_path / "ended")) == (0, ["  every rank had ended its session"])
+    assert last_words([seen(0, ended=True), seen(1, ended=True)], None)[0] == 0
+    code, text = last_words(heard, None)
+    assert code == 2 and text[-1].startswith("  how it ended is not known: no run folder")
 
 
 def test_an_address_that_leads_nowhere_says_what_was_expected(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
