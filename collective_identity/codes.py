@@ -187,8 +187,8 @@ LITE_SKIPPED: Final = Code(
     "CI042",
     "lite_skipped",
     "info",
-    "lite mode: passes that change the graph did not run",
-    "leave lite mode if the rewrites are wanted",
+    "lite mode or use_post_grad_passes=False: passes that change the graph did not run",
+    "leave that mode if the rewrites are wanted",
 )
 NOTHING_COMPILED: Final = Code(
     "CI043",

@@ -209,13 +209,21 @@ class _Compile:
         try:
             if self._options.dump:
                 log.dump(gm)
-            graph = _Graph(gm, self._context(kind, lite, log), log)
+            graph = _Graph(gm, self._context(kind, lite, log), log, self._not_run(lite))
             self._graphs[kind] = graph
             yield graph
         except BaseException as error:
             log.failed(error, compile_seconds=time.perf_counter() - start)
             raise
         self._finish(graph, time.perf_counter() - start)
+
+    def _not_run(self, lite: LiteState) -> str:
+        """Why passes that change the graph do not run, empty when they do."""
+        if lite is not LiteState.OFF:
+            return f"lite mode: {lite.value}"
+        name = "use_post_grad_passes"
+        off = self._options.inner == "inductor" and not self._lite.options.get(name, upstream.inductor_flag(name))
+        return f"{name}=False" if off else ""
 
     def _context(self, kind: GraphKind, lite: LiteState, log: GraphLog) -> PassContext:
         return PassContext(kind=kind, lite=lite, observe=self._observe, options=self._options, log=log)
@@ -284,8 +292,9 @@ class _Compile:
 class _Graph:
     """One forward, backward, inference or step graph: before, transformed, after."""
 
-    def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog) -> None:
+    def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog, not_run: str = "") -> None:
         self.kind, self.lite, self._context, self._log = context.kind, context.lite, context, log
+        self._not_run = not_run
         self._pipeline = Pipeline(graph_passes(context.options))
         self._upstreams: ExitStack | None = None
         self.transformed = False
@@ -358,15 +367,15 @@ class _Graph:
         self._log.pass_ran("reconcile", done.seconds, changed, before, role_counts(gm), done.to_dict())
 
     def finish(self, seconds: float, recorded: tuple[Rows, Rows] | None) -> None:
-        """Close the log. Passes that did not run mean lite mode, or a graph taken from FxGraphCache."""
+        """Close the log. Passes that did not run were switched off, or the graph was taken from FxGraphCache."""
         lite = self._context.lite
-        cached = not self.transformed and lite is LiteState.OFF
+        cached = not self.transformed and not self._not_run
         if cached and recorded is not None and recorded[0] == self.before:
             self.after = recorded[1]
         elif cached:
             self.rows_known = False
-        elif lite is not LiteState.OFF:
-            self._log.event(LITE_SKIPPED, detail=f"lite mode: {lite.value}")
+        elif self._not_run:
+            self._log.event(LITE_SKIPPED, detail=self._not_run)
         self.after = self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
 
     @property

@@ -68,6 +68,7 @@ STEPS: dict[str, Step] = {
     "matmul": lambda x, o, n: (x @ o.t()) @ o,
     "dropout": lambda x, o, n: F.dropout(x, 0.5) + o,
     "random": lambda x, o, n: x * torch.rand_like(x) + torch.randn_like(o),
+    "noise": lambda x, o, n: x + n * torch.randn(x.shape[-1]),
     "bfloat16": lambda x, o, n: (x.bfloat16() * o.bfloat16()).float() + n,
     "float64": lambda x, o, n: (x.double() / (o.double().abs() + 1)).float(),
     "views": lambda x, o, n: x.t().contiguous().view(-1).view(x.shape[1], x.shape[0]).t() + o,
@@ -124,7 +125,7 @@ class Program:
 
 
 def results(programs: Sequence[Program], rows: int, **how: Any) -> list[list[Tensor]]:
-    """Outputs, gradient and buffer of each program of one bundle, compiled together as ``how`` says.
+    """Outputs, gradient and buffer of each program of one bundle, compiled together as ``how`` says, and a next draw.
 
     Dynamic ones run again with one row more, a size that was not seen when compiling.
     """
@@ -153,9 +154,10 @@ def results(programs: Sequence[Program], rows: int, **how: Any) -> list[list[Ten
         torch.manual_seed(7)
         outputs = compiled(inputs)
         torch.stack([y.sum() for y, _ in outputs]).sum().backward()
+        drawn_next = torch.rand(1)  # another number if something drew too often, or not at all
         for at, ((x, other), found) in enumerate(zip(inputs, outputs, strict=True)):
             assert x.grad is not None
-            collected[at] += [one.detach().clone() for one in (*found, x.grad, other)]
+            collected[at] += [one.detach().clone() for one in (*found, x.grad, other, drawn_next)]
     return collected
 
 

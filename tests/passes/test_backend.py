@@ -187,6 +187,15 @@ def test_lite_mode_changes_nothing_and_the_report_says_so(handle: ci.Handle) -> 
     assert found["backward"]["after"][GRAD_REDUCE_SHARD] == 2
 
 
+def test_passes_that_are_switched_off_are_not_taken_for_a_graph_of_the_cache(handle: ci.Handle) -> None:
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend="collective_identity", options={"use_post_grad_passes": False})(torch.ones(3))
+    report = handle.report().to_dict()
+    (found,), (said,) = report["graphs"], report["warnings"]
+    assert (found["lite"], found["cached"], found["passes"]) == ("off", False, [])
+    assert said["code"] == "CI042" and "use_post_grad_passes=False" in str(said)
+
+
 def test_cache_key_is_appended_once_and_put_back() -> None:
     tag = "collective_identity:1"
     with upstream.cache_key(tag, ""):
