@@ -77,17 +77,15 @@ def trained(count: int, group: str) -> fx.GraphModule:
 
 
 def products(count: int, group: str) -> fx.GraphModule:
-    """Activations gathered for a product each, as sequence parallelism does."""
+    """Activations gathered for a product each, as sequence parallelism does; backward is given every product."""
     made = synthetic.Nodes(shape=(4, 4))
-    weight, total = made.placeholder("w"), made.placeholder("y")
-    total.meta["val"] = made.gathered
+    weight, made_products = made.placeholder("w"), []
     for index in range(count):
         start = made.all_gather(made.placeholder(f"x{index}"), group)
         ci.stamp(start, ci.Identity(1, "tp.activation_gather", ci.Source.EXPLICIT, "benchmark", group))
         full = made.call(synthetic.WAIT, start, like=start)
-        product = made.call(synthetic.aten.mm.default, full, weight, like=start)
-        total = made.call(synthetic.aten.add.Tensor, total, product, like=start)
-    return made.module(total)
+        made_products.append(made.call(synthetic.aten.mm.default, full, weight, like=start))
+    return made.module(*made_products)
 
 
 def units(count: int, group: str) -> fx.GraphModule:

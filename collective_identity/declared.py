@@ -24,8 +24,12 @@ class Declared:
         self._known: list[_Known] = []
 
     def take_over(self, other: Declared) -> None:
-        """Know what another session knew."""
-        self._known = [replace(one, compiled=False) for one in other._known]
+        """Know the models of another session that still live."""
+        self._known = [replace(one, compiled=False) for one in other._known if one.module() is not None]
+
+    def gone(self, name: str | None) -> bool:
+        """Whether a model was known by that name and nobody holds it any more."""
+        return any(one.name == name and one.module() is None for one in self._known)
 
     def name(self, module: Any) -> str:
         """The model's class; a second one of that class is ``Class (2)``. One that is gone and was never compiled

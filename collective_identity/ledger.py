@@ -117,12 +117,12 @@ class Ledger:
             self._event(None, "", code, node, role, None, detail)
 
     def take_over(self, other: Ledger) -> None:
-        """Close another ledger and declare what was declared there: models may be installed before
-        `enable`."""
+        """Close another ledger and declare what was declared there of models that still live: they may be installed
+        before `enable`."""
         other.close()
         self.models.take_over(other.models)
         for record in other.records():
-            if isinstance(record, ExpectedRecord):
+            if isinstance(record, ExpectedRecord) and not other.models.gone(record.module):
                 self._add(record)
 
     def records(self) -> tuple[Record, ...]:

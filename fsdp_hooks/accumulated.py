@@ -50,8 +50,7 @@ class Accumulated:
             self._heard.register_post_accumulate_grad_hook(self._reduced)
 
     def _arrived(self, fqn: str, sync: str, leaf: torch.Tensor) -> None:
-        if sync == "shard":
-            self.taken = False
+        self.taken = False
         if self._sync_now() != sync:
             raise InstallError(
                 f"parameter {fqn!r}: expected the gradient-sync options to stay from forward to backward, found them "
@@ -90,15 +89,20 @@ class Accumulated:
     def unshard(self, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
         """Gather; backward adds to these, or takes what is there. The forward that will communicate takes it.
 
-        A shard that gets no gradient is no leaf of that backward: its accumulation hooks are not called, as in FSDP2.
+        So does one that will not, where the sum is kept in a narrower dtype than the gradient's: autograd would cast
+        the gradient before it adds, FSDP2 casts the sum. A shard that gets no gradient is no leaf of that backward: its
+        accumulation hooks are not called, as in FSDP2.
         """
-        if args.sync == "none":
+        dtype = args.param_dtype or shard.dtype
+        kept = args.accumulate_dtype or dtype
+        if args.sync == "none" and torch.promote_types(dtype, kept) == kept:
             return unshard(shard.detach(), args, accumulator=self.unreduced)
         pending = _take(self.unreduced)
-        if args.sync == "shard":
+        if args.sync != "all":
             if pending is not None:
                 self.taken = True
-            return unshard(shard.detach(), args, accumulator=self.reduced, pending=pending)
+            leaf = self.unreduced if args.sync == "none" else self.reduced
+            return unshard(shard.detach(), args, accumulator=leaf, pending=pending)
         partial = _take(self.reduced)
         if pending is None and partial is None:
             return unshard(shard, args)

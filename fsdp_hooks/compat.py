@@ -202,6 +202,17 @@ def registered_methods(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def replace_eager_forward(module: nn.Module, instead: Callable[..., Any] | None) -> None:
+    """What a method given to ``register_fsdp_forward_method`` from now on calls first; None: FSDP2's own again.
+
+    The module's own forward does not: its hooks hold FSDP2's method since ``fully_shard``.
+    """
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    state.__dict__.pop("_pre_forward", None)
+    if instead is not None:
+        state.__dict__["_pre_forward"] = instead
+
+
 def sync_of(group: Any) -> str:
     """How far backward takes the gradients now: ``"all"``, ``"shard"`` (no all-reduce) or ``"none"``."""
     if not group.reduce_grads:
@@ -294,10 +305,17 @@ def reshard_all(model: nn.Module) -> None:
 _WATCHES = "_fsdp_hooks_watches"
 
 
-def watch_accumulation(leaf: torch.Tensor, check: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """Have ``check`` run after each gradient that is added to ``leaf.grad``; not one of the :func:`gradient_hooks`."""
+def watch_accumulation(
+    leaf: torch.Tensor, check: Callable[[torch.Tensor], None]
+) -> torch.utils.hooks.RemovableHandle | None:
+    """Have ``check`` run after each gradient that is added to ``leaf.grad``; not one of the :func:`gradient_hooks`.
+
+    None where it never will be: integers have no gradient.
+    """
     setattr(check, _WATCHES, True)
     trained = leaf.requires_grad
+    if not (trained or leaf.is_floating_point() or leaf.is_complex()):
+        return None
     try:
         return leaf.requires_grad_().register_post_accumulate_grad_hook(check)  # a frozen one may be trained later
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import weakref
@@ -97,28 +98,35 @@ def data_parallel(
         check_parameter(one.param, one.fqn, settings)
     session = collective_identity.session.ensure(run_dir=run_dir)
 
-    device = _device(mesh)  # nothing below refuses
+    device = _device(mesh)
     made = _units(model, names, settings.policy, device)
     record = Record(made[id(model)], [(module, made[id(module)]) for module in model.modules() if id(module) in made])
-    for one in params:
-        reshard = one.unit is not model if reshard_after_forward is None else reshard_after_forward
-        unit = made[id(one.unit)]
-        spec = spec_of(one.param, settings, fqn=one.fqn, param_group=unit.name, reshard=reshard, device=device)
-        sharded = distribute(one.param, settings, device)
-        for owner, attribute in one.owners:
-            owner._parameters[attribute] = sharded
-        record.placed.append(Placed(one.owners, unit, spec, weakref.ref(one.param)))
-    _move_buffers(model, device)
-    record.bind()
-    _take_over(record)
-    model.__dict__[RECORD] = record
-    warn_of_stale_optimizers(model)
-    for prefix, module, below in inner:
-        below.move_below(prefix, record.root)
-        nothing = collective_identity.ledger.Expectation(model=type(module).__name__, world={}, rows=())
-        session.declare(nothing, module)
-
-    session.declare(expected_collectives(model), model)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_give_back, model, record)
+        for one in params:
+            reshard = one.unit is not model if reshard_after_forward is None else reshard_after_forward
+            unit = made[id(one.unit)]
+            spec = spec_of(one.param, settings, fqn=one.fqn, param_group=unit.name, reshard=reshard, device=device)
+            sharded = distribute(one.param, settings, device)
+            for owner, attribute in one.owners:
+                undo.callback(owner._parameters.__setitem__, attribute, one.param)
+                owner._parameters[attribute] = sharded
+            record.placed.append(Placed(one.owners, unit, spec, weakref.ref(one.param)))
+        for module in model.modules():
+            undo.callback(module._buffers.update, dict(module._buffers))
+        _move_buffers(model, device)
+        record.bind()
+        _take_over(record)
+        model.__dict__[RECORD] = record
+        warn_of_stale_optimizers(model)
+        for prefix, _, below in inner:
+            undo.callback(below.move_back, below.root, [unit.name for _, unit in below.units], below.placed)
+            below.move_below(prefix, record.root)
+        for _, module, _ in inner:
+            nothing = collective_identity.ledger.Expectation(model=type(module).__name__, world={}, rows=())
+            session.declare(nothing, module)
+        session.declare(expected_collectives(model), model)
+        undo.pop_all()
     logger.info("%s of %s: %d parameters in %d units", mode, type(model).__name__, len(params), len(made))
     return model
 
@@ -142,15 +150,22 @@ def undo_data_parallel(model: nn.Module) -> nn.Module:
             full = _full(one)
             for owner, attribute in one.owners:
                 owner._parameters[attribute] = full
-        for module, original in reversed(record.classes):
-            module.__class__ = original
-            module.__dict__.pop(BINDINGS, None)
-        for module, _ in record.units:
-            del module.__dict__[UNIT]
-            module.__dict__.update(module.__dict__.pop(METHODS))
-        del top.__dict__[RECORD]
+        _give_back(top, record)
     torch._dynamo.reset()  # compiled code of this process may hold the captured forward
     return model
+
+
+def _give_back(model: nn.Module, record: Record) -> None:
+    """Undo whatever was taken over, all but parameters and buffers."""
+    model.__dict__.pop(RECORD, None)
+    for module, original in reversed(record.classes):
+        module.__class__ = original
+    for one in record.placed:
+        for owner, _ in one.owners:
+            owner.__dict__.pop(BINDINGS, None)
+    for module, _ in record.units:
+        module.__dict__.pop(UNIT, None)
+        module.__dict__.update(module.__dict__.pop(METHODS, {}))
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
@@ -255,9 +270,10 @@ def _take_over(record: Record) -> None:
     """Open and close the units in forward, and read parameters through their bindings."""
     for module, unit in record.units:
         module.__dict__[UNIT] = unit, 0
-        module.__dict__[METHODS] = {"forward": module.__dict__.pop("forward")} if "forward" in module.__dict__ else {}
+        module.__dict__[METHODS] = {name: module.__dict__[name] for name in ("forward",) if name in module.__dict__}
+        module.__dict__.pop("forward", None)
     owners = (owner for one in record.placed for owner, _ in one.owners)
-    record.classes += capture_by_class((*(module for module, _ in record.units), *owners))
+    capture_by_class((*(module for module, _ in record.units), *owners), record.classes)
 
 
 def _full(one: Placed) -> nn.Parameter:

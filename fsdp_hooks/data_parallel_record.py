@@ -77,6 +77,13 @@ class Record:
         ]
         self.bind()
 
+    def move_back(self, root: Unit, names: list[str], placed: list[Placed]) -> None:
+        """Undo :meth:`move_below`."""
+        self.root, self.placed = root, placed
+        for (_, unit), name in zip(self.units, names, strict=True):
+            unit.name = name
+        self.bind()
+
 
 def records_of(model: nn.Module) -> list[tuple[str, nn.Module, Record]]:
     """Every record in a model, its own first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -88,10 +89,12 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
     expected = expected_collectives(model)
     session = collective_identity.session.ensure(run_dir=run_dir)
 
-    _capture(model, planned)  # nothing below refuses
-    warn_of_stale_optimizers(model)
-    if expected.rows:  # one rank alone neither gathers nor reduces
-        session.declare(expected, model)
+    with contextlib.ExitStack() as undo:
+        _capture(model, planned, undo)
+        warn_of_stale_optimizers(model)
+        if expected.rows:  # one rank alone neither gathers nor reduces
+            session.declare(expected, model)
+        undo.pop_all()
     logger.info(
         "installed on %s: %d attributes read through %d fully_shard modules",
         type(model).__name__,
@@ -103,8 +106,10 @@ def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> 
 
 def install_undeclared(model: nn.Module) -> None:
     """As :func:`install`, for a while: no report is to expect anything of it."""
-    _capture(model, _checked(model))
-    warn_of_stale_optimizers(model)
+    with contextlib.ExitStack() as undo:
+        _capture(model, _checked(model), undo)
+        warn_of_stale_optimizers(model)
+        undo.pop_all()
 
 
 def _checked(model: nn.Module) -> list[_Planned]:
@@ -118,15 +123,17 @@ def _checked(model: nn.Module) -> list[_Planned]:
     return _plan(model, {id(root) for _, root in roots})
 
 
-def _capture(model: nn.Module, planned: list[_Planned]) -> None:
+def _capture(model: nn.Module, planned: list[_Planned], undo: contextlib.ExitStack) -> None:
+    """Put capture in FSDP2's place; ``undo`` learns how to take it out again."""
     installation = _Installation(tuple(planned))
+    undo.callback(_give_back, model, installation)
     for plan in planned:
         _take_over(installation, plan)
         plan.unit.options_changed = functools.partial(_read_options_again, weakref.ref(model))
         plan.unit.check_waiting = functools.partial(_check_waiting, weakref.ref(model))
         plan.unit.reset = functools.partial(_reset, weakref.ref(model))
     touched = (*installation.managed, *installation.bound)
-    installation.classes = capture_by_class(touched, refusals.methods_of_installed)
+    capture_by_class(touched, installation.classes, refusals.methods_of_installed)
     model.__dict__[_INSTALLED] = installation
 
 
@@ -181,22 +188,29 @@ def uninstall(model: nn.Module) -> nn.Module:
                     f"uninstall expects no gradients that wait for communication, found those of {fqn!r}: run one more "
                     "forward and backward with set_requires_gradient_sync(True) and set_requires_all_reduce(True) first"
                 )
-    del model.__dict__[_INSTALLED]
+    _give_back(model, installation)
+    torch._dynamo.reset()  # compiled code of this process may hold the captured forward
+    return model
+
+
+def _give_back(model: nn.Module, installation: _Installation) -> None:
+    """Undo whatever of an installation was done."""
+    model.__dict__.pop(_INSTALLED, None)
     for module, original in reversed(installation.classes):
         module.__class__ = original
     for hooks, key, original_hook in installation.hooks:
         hooks[key] = original_hook
     for module in installation.managed:
         setattr(module, _DYNAMO_MANAGED, True)
-        del module.__dict__[UNIT], module.__dict__[METHODS]
+        compat.replace_eager_forward(module, None)
+        for name in (UNIT, METHODS):
+            module.__dict__.pop(name, None)
     for module, name, original_method in installation.methods:
         module.__dict__[name] = original_method
     for module in installation.bound:
         module.__dict__.pop(BINDINGS, None)
     for handle in installation.watched:
         handle.remove()
-    torch._dynamo.reset()  # compiled code of this process may hold the captured forward
-    return model
 
 
 def _check_model(model: nn.Module) -> None:
@@ -286,8 +300,9 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
         installation.hooks.append((hooks, key, hooks[key]))
         hooks[key] = _no_hook
     for member, module in enumerate(plan.modules):
-        module.__dict__[UNIT] = plan.unit, member
-        module.__dict__[METHODS] = methods = compat.registered_methods(module)
+        methods = compat.registered_methods(module)
+        installation.managed.append(module)
+        module.__dict__.update({UNIT: (plan.unit, member), METHODS: methods})
         replaced = [*methods, *(["forward"] if "forward" in module.__dict__ else [])]
         for name in replaced:
             installation.methods.append((module, name, module.__dict__[name]))
@@ -295,13 +310,14 @@ def _take_over(installation: _Installation, plan: _Planned) -> None:
             del module.__dict__[name]
         # Dynamo drops its guards on FSDP-managed modules (builder.py, skip_fsdp_guards): a captured model needs them.
         setattr(module, _DYNAMO_MANAGED, False)
-        installation.managed.append(module)
+        compat.replace_eager_forward(module, refusals.late_method(plan.unit.name))
     for found in plan.found:
         for owner, _ in found.owners:
             if BINDINGS not in owner.__dict__:
                 owner.__dict__[BINDINGS] = {}
                 installation.bound.append(owner)
-        installation.watched.append(refusals.watch_gradient(found.param, found.group, plan.unit.name, found.fqn))
+        handle = refusals.watch_gradient(found.param, found.group, plan.unit.name, found.fqn)
+        installation.watched += [] if handle is None else [handle]
     plan.read_options()
 
 

@@ -114,10 +114,10 @@ class _Unshard(torch.autograd.Function):
         args: UnshardArgs = ctx.args
         saved = iter(ctx.saved_tensors)
         pending, partial = (next(saved) if has else None for has in ctx.has)
+        if pending is not None:  # in the wider dtype of the two, then cast, as FSDP2's ``pending += grad``
+            grad = grad + pending
         if args.accumulate_dtype is not None:
             grad = grad.to(args.accumulate_dtype)
-        if pending is not None:
-            grad = grad + pending
         if args.sync == "none":
             return None, grad, None, None, None
         grad = reduced(rank_by_rank(grad, args), args, [args.param], partial)
@@ -129,16 +129,18 @@ class _Unshard(torch.autograd.Function):
 
 
 def gathered(shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
-    """The full parameter, without autograd: cast, padded, gathered, cut to size."""
+    """The full parameter in memory of its own, without autograd: cast, padded, gathered, cut to size."""
+    held = shard
     if args.param_dtype is not None:
         shard = shard.to(args.param_dtype)
     if args.group_size == 1:
-        return shard.view_as(shard)
+        return shard.clone() if shard is held else shard
     full = WAIT(_gather(_pad(shard, args.dim, args.chunk), args))
     if args.dim != 0:
         full = torch.cat(torch.chunk(full, args.group_size, 0), args.dim)
     if full.shape[args.dim] != args.size:
         full = full.narrow(args.dim, 0, args.size)
+        full = torch.ops.aten._unsafe_view(full, full.shape)  # no view, which forward could not change in place
     return full
 
 
@@ -242,6 +244,7 @@ def unshard(
         partial: what accumulated under ``"shard"``, added to its result.
 
     Returns:
-        The full parameter, ``args.param_dtype`` or the shard's dtype.
+        The full parameter, ``args.param_dtype`` or the shard's dtype; memory of its own, so what forward writes to it
+        never reaches the shard.
     """
     return torch.ops.fsdp_hooks.unshard(shard, accumulator, pending, partial, *args)  # type: ignore[no-any-return]

@@ -149,11 +149,11 @@ def warn_of_hooks(one: Managed, unit: Unit) -> None:
             )
 
 
-def watch_gradient(param: Any, group: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle:
+def watch_gradient(param: Any, group: Any, name: str, fqn: str) -> torch.utils.hooks.RemovableHandle | None:
     """Refuse a gradient hook that was registered after install, in the first backward that ran it.
 
     One that runs after accumulation is right but where no gradient is reduced: FSDP2 does not call it there, autograd
-    does in compiled code, for the parameter is an input of the compiled function.
+    does in compiled code, for the parameter is an input of the compiled function. None where there is no gradient.
     """
 
     def check(leaf: torch.Tensor) -> None:
@@ -168,6 +168,19 @@ def watch_gradient(param: Any, group: Any, name: str, fqn: str) -> torch.utils.h
             )
 
     return compat.watch_accumulation(param.sharded_param, check)
+
+
+def late_method(name: str) -> Callable[..., Any]:
+    """What a method runs first that was registered on an installed module."""
+
+    def refuse_it(*args: Any) -> None:
+        refuse(
+            name,
+            "register_fsdp_forward_method on an installed model, whose method would gather outside every graph",
+            "call it before fsdp_hooks.install",
+        )
+
+    return refuse_it
 
 
 def refuse(name: str, option: str, way_out: str = WAY_OUT) -> None:

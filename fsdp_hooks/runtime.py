@@ -24,6 +24,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import compat_checkpoint
 from .accumulated import Accumulated
+from .captured_copies import reducing
+from .errors import InstallError
+from .misuse import copied, explained, replaced
 from .operator import unshard
 from .spec import ParamSpec
 
@@ -99,6 +102,13 @@ class Unit:
             output = _map(lambda x: _cast(x, dtype), output)
         return output
 
+    def fall_back(self, depth: int) -> None:
+        """Close the unit after an exception, unless a call around the one that failed has it open (``depth`` > 0)."""
+        if depth == 0:
+            self.close()
+        else:
+            self.depth = depth
+
     def close(self) -> None:
         """Let go of the full parameters; the root's also of those whose modules did not all run."""
         self.full = None
@@ -113,7 +123,7 @@ class Unit:
 
     def gather_all(self) -> dict[str, torch.Tensor]:
         """Every parameter in full, by its name."""
-        return {spec.fqn: self.gather(module._parameters[name], spec) for module, name, spec in self.sources}
+        return {spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in self.sources}
 
     def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
         """The full parameter; while gradients accumulate without communication, its gradient goes there."""
@@ -192,25 +202,24 @@ def capturing_class(
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body.update((name, _gathering(base, name)) for name in gathering)
     body.update(methods)
-    body.update(__new__=new, __module__=base.__module__, __qualname__=base.__qualname__)
+    body.update(__new__=new, __reduce_ex__=reducing(base, _check_copied))
+    body.update(__module__=base.__module__, __qualname__=base.__qualname__)
     return type(base.__name__, (base,), body)
 
 
 def capture_by_class(
     modules: Iterable[nn.Module],
+    changed: list[tuple[nn.Module, type[nn.Module]]],
     methods_of: Callable[[type[nn.Module]], Mapping[str, Callable[..., Any]]] = lambda base: {},
-) -> list[tuple[nn.Module, type[nn.Module]]]:
+) -> None:
     """Give modules that hold bindings or a unit a class that captures; equal ones share it.
 
     Args:
         modules: each once or several times.
+        changed: takes each module with the class it had, before it is changed.
         methods_of: more methods of a module that has a unit, by its class.
-
-    Returns:
-        Each module with the class it had, in the order in which they were changed.
     """
     made: dict[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], type[nn.Module]] = {}
-    changed = []
     for module in {id(module): module for module in modules}.values():
         gathering = ("forward", *sorted({*module.__dict__[METHODS]} - {"forward"})) if UNIT in module.__dict__ else ()
         key = type(module), tuple(sorted(module.__dict__.get(BINDINGS, ()))), gathering
@@ -219,19 +228,20 @@ def capture_by_class(
             made[key] = capturing_class(base, names, gathering=gathering, methods=methods_of(base) if gathering else {})
         changed.append((module, base))
         module.__class__ = made[key]
-    return changed
 
 
 def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
     inner = getattr(base, name, None)  # None: the user put it on the instance
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a try block would keep Dynamo from going on after a graph break
+        unit = self.__dict__[UNIT][0]
+        depth = unit.depth
+        try:  # a graph break below: Dynamo leaves this frame to Python and goes on in those it calls
             return run(self, *args, **kwargs)
-        try:
-            return run(self, *args, **kwargs)
-        except BaseException:
-            self.__dict__[UNIT][0].close()
+        except BaseException as error:
+            unit.fall_back(depth)
+            if (said := explained(error, unit.name)) is not None:
+                raise said from error
             raise
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -247,9 +257,27 @@ def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
 
 def _reader(name: str) -> property:
     def get(self: nn.Module) -> Any:
+        if name not in self._parameters:  # torch's own words, and hasattr is False
+            raise AttributeError(name)
         return self.__dict__[BINDINGS][name].read(self._parameters[name])
 
-    return property(get)
+    def put(self: nn.Module, value: Any) -> None:
+        raise AttributeError(replaced(self.__dict__[BINDINGS][name].spec.fqn, f"a {type(value).__name__}"))
+
+    return property(get, put)
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    param = module._parameters.get(name)
+    if param is None:
+        raise InstallError(replaced(module.__dict__[BINDINGS][name].spec.fqn, "none"))
+    return param
+
+
+def _check_copied(module: nn.Module) -> None:
+    units = [binding.unit for binding in module.__dict__.get(BINDINGS, {}).values()]
+    if any(unit.options_changed is not None for unit in units):
+        raise InstallError(copied(type(module).__name__))
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,6 +39,10 @@ class ParamSpec:
     shape: tuple[int, ...]
     """This rank's unsharded shape; under tensor parallelism that of its local tensor."""
 
+    def __deepcopy__(self, memo: Any) -> ParamSpec:
+        """Itself: meshes are not copied with a model."""
+        return self
+
     @property
     def fqn(self) -> str:
         """Fully qualified name of the parameter in the installed model."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -40,13 +42,34 @@ def apply_fusions(gm: fx.GraphModule, plan: FusionPlan) -> bool:
     if stranger is not None:
         raise ValueError(f"expected a plan of this graph, found {stranger.name!r} not in it; plan again after any "
                          "change to the graph")
-    for fusion in plan.fusions:
-        match = _again(fusion.match.start)
-        if isinstance(match, GatherMatmul):
-            _gather(gm.graph, fusion, match)
-        else:
-            _scatter(gm.graph, fusion, match)
+    with _output_apart(gm.graph):
+        for fusion in plan.fusions:
+            match = _again(fusion.match.start)
+            if isinstance(match, GatherMatmul):
+                _gather(gm.graph, fusion, match)
+            else:
+                _scatter(gm.graph, fusion, match)
     return True
+
+
+@contextmanager
+def _output_apart(graph: fx.Graph) -> Iterator[None]:
+    """Each value that the graph returns has one user of its own there: replacing it does not write the whole output,
+    which may return every product (forward keeps them for backward)."""
+    output = next(reversed(graph.nodes))
+    with graph.inserting_before(output):
+        apart = {node: graph.call_function(_returned, (node,)) for node in output.all_input_nodes}
+    output.args = fx.map_arg(output.args, lambda node: apart[node])
+    try:
+        yield
+    finally:
+        output.args = fx.map_arg(output.args, lambda node: node.args[0])
+        for node in apart.values():
+            graph.erase_node(node)
+
+
+def _returned(value: Any) -> Any:
+    return value
 
 
 def _again(start: fx.Node) -> GatherMatmul | MatmulScatter:

@@ -1,7 +1,8 @@
 """Which of Inductor's switches stay on in lite mode: read from torch's source, for one version at a time.
 
 ``python -m tests.passes.upstream_gates FOLDER`` prints the list for the torch below FOLDER, to be put into
-``upstream_gates.json`` once each new entry was looked at: does it optimise anything in lite mode?
+``upstream_gates.json`` once each new entry was looked at: does it optimise anything in lite mode? Those there now act
+on generated kernels (marked regions), on caches and measuring, or are in docs/lite-mode.md.
 """
 
 from __future__ import annotations
@@ -13,26 +14,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 BASELINE = Path(__file__).with_suffix(".json")
-FUNCTIONS = {
-    "scheduler.py": {"_init", "__init__", "dead_node_elimination", "fuse_nodes"},
-    "compile_fx.py": {
-        "codegen_and_compile", "compile_fx_forward", "compile_fx_backward", "partition_fn", "fw_compiler_freezing",
-        "_compile_fx_main", "compile_fx",
-    },
-    "graph.py": {"run_node", "run", "decide_layout_opt", "call_function", "placeholder", "output", "finalize"},
-    "comms.py": {"decide_global_ordering_of_comms"},
-}  # fmt: skip
+FILES = ("compile_fx.py", "graph.py", "scheduler.py", "comms.py")
 """Where Inductor decides, after the passes that lite mode switches off, what to do with a graph."""
+CONFIGS = ("config", "inductor_config")
+"""What these files call Inductor's configuration; ``torch._inductor.config`` as well."""
 
 FALSE = {"False", "None", "'none'", "0", "''", "[]", "{}"}
 Read = Callable[[str], str]
 
 
 def open_gates(read: Read) -> list[str]:
-    """Options that decide in ``FUNCTIONS``, are not false by default and not set by lite mode; ``read(file)``
-    returns the text of a file of torch/_inductor."""
+    """Options that are read in ``FILES``, in whatever form, are not false by default and not set by lite mode;
+    ``read(file)`` returns the text of a file of torch/_inductor."""
     defaults, lite = dict(_defaults(ast.parse(read("config.py")).body, "")), _lite_switches(read("__init__.py"))
-    asked = {name for file, functions in FUNCTIONS.items() for name in _asked(ast.parse(read(file)), functions)}
+    asked = {name for file in FILES for node in ast.walk(ast.parse(read(file))) if (name := _option(node))}
     return sorted(name for name in asked if name in defaults and defaults[name] not in FALSE and name not in lite)
 
 
@@ -47,29 +42,30 @@ def _defaults(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from _defaults(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.If):
+            yield from _defaults([*node.body, *node.orelse], prefix)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             yield prefix + node.target.id, ast.unparse(node.value)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             yield prefix + node.targets[0].id, ast.unparse(node.value)
 
 
-def _asked(tree: ast.Module, functions: set[str]) -> Iterator[str]:
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name in functions:
-            for test in (node.test for node in ast.walk(function) if isinstance(node, ast.If)):
-                yield from (name for node in ast.walk(test) if (name := _option(node)))
-
-
 def _option(node: ast.AST) -> str:
+    """``"a.b"`` for ``config.a.b`` and ``getattr(config.a, "b")``, where it is read; empty for all else."""
     parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if isinstance(node, ast.Name) and node.id in ("config", "inductor_config"):
-        return ".".join(reversed(parts))
-    if isinstance(node, ast.Name) and node.id == "torch" and parts[-2:] == ["config", "_inductor"]:
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Store):
+            parts.append(node.attr)
+            node = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+            name = node.args[1]
+            parts.append(name.value if isinstance(name, ast.Constant) else "?")
+            node = node.args[0]
+        else:
+            return ""
+    if node.id == "torch" and parts[-2:] == ["config", "_inductor"]:
         return ".".join(reversed(parts[:-2]))
-    return ""
+    return ".".join(reversed(parts)) if node.id in CONFIGS else ""
 
 
 def main() -> None:

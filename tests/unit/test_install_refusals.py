@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
@@ -211,6 +211,21 @@ def test_a_parameter_shared_across_groups() -> None:
         "'blocks.0.0.weight', which another fully_shard call has): give both modules to one call, "
         "fully_shard([a, b]), or leave both to the call on the model"
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_forward_method_registered_after_install(compiled: bool) -> None:
+    model = sharded()
+    block = model.blocks[1]
+    block.twice = lambda x: block(block(x))
+    fsdp_hooks.install(model)
+    register_fsdp_forward_method(block, "twice")
+    call = torch.compile(block.twice, backend="eager") if compiled else block.twice
+    with pytest.raises(UnsupportedOption, match="^module 'blocks.1': .*register_fsdp_forward_method on an installed"):
+        call(torch.ones(2, 8))
+    fsdp_hooks.uninstall(model)
+    model(torch.ones(2, 8))
+    assert block.twice(torch.ones(2, 8)).shape == (2, 8)
 
 
 def test_a_grouped_unit_needs_a_root() -> None:

@@ -90,3 +90,16 @@ def test_a_declaration_by_name_keeps_its_model() -> None:
         handle.session.declare(fsdp_hooks.expected_collectives(model, saved_for_backward=()))
         records = [r for r in handle.session.ledger.records() if isinstance(r, ExpectedRecord)]
     assert [(record.model, record.module) for record in records] == [("FSDPModel", "FSDPModel")] * 2
+
+
+def test_a_session_takes_over_only_what_still_lives() -> None:
+    """A model that was installed before `enable` is expected there; one that nobody holds any more is not."""
+    gone, kept = fsdp_hooks.install(sharded()), fsdp_hooks.install(sharded())
+    gone(DATA).sum().backward()
+    del gone
+    gc.collect()
+    with ci.enable():
+        compiled = torch.compile(kept, backend="collective_identity", options={"inner": "aot_eager"})
+        compiled(DATA).sum().backward()
+        report = ci.report().to_dict()
+    assert report["failures"] == [] and report["collectives"]["expected"][ci.PARAM_UNSHARD]["forward"] == 5
