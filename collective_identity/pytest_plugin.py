@@ -28,6 +28,7 @@ def debugify() -> Callable[..., Any]:
     from collective_identity.debugify import debugify as run
 
     def check(passes: Any, gm: Any, *, allow: Any = (), **given: Any) -> Any:
+        __tracebackhide__ = True
         report = run(passes, gm, **given)
         report.check(allow=allow)
         return report
@@ -43,12 +44,18 @@ def run_on_ranks(request: pytest.FixtureRequest) -> Callable[..., Any]:
     Arguments and result are those of `collective_identity.testing.run_on_ranks`; each rank's log is a section of
     the test's report.
     """
-    return lambda function, ranks, *args, **given: _run(request.node, function, ranks, args, given)
+
+    def call(function: Callable[..., Any], ranks: int, *args: Any, **given: Any) -> Any:
+        __tracebackhide__ = True
+        return _run(request.node, function, ranks, args, given)
+
+    return call
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is marked ``on_ranks`` on its ranks instead of here."""
+    __tracebackhide__ = True
     marker = pyfuncitem.get_closest_marker("on_ranks")
     if marker is None:
         return None
@@ -68,6 +75,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _run(item: pytest.Item, function: Callable[..., Any], ranks: int, args: tuple[Any, ...], given: Any) -> Any:
+    __tracebackhide__ = True
     from collective_identity.testing import run_on_ranks as run
 
     found = run(function, ranks, *args, **given)

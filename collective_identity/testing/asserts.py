@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ..codes import NOTHING_COMPILED
@@ -18,6 +18,7 @@ def assert_nothing_lost(report: Report) -> None:
     Raises:
         AssertionError: with one line per fault, its code and its place.
     """
+    __tracebackhide__ = True
     empty = [rank.rank for rank in report.ranks if not rank.graphs]
     if empty:
         raise AssertionError(
@@ -26,7 +27,12 @@ def assert_nothing_lost(report: Report) -> None:
         )
     reasons = [*report.failures, *report.faults(kind for kind in FAULTS if kind != "unfinished")]
     if reasons:
-        raise AssertionError("\n".join([f"{len(reasons)} reasons:", *(f"  {reason}" for reason in reasons)]))
+        raise AssertionError(_listed(f"{len(reasons)} reasons", reasons))
+
+
+def _listed(what: str, texts: Sequence[str]) -> str:
+    """The first in the first line, which is all that pytest's summary shows."""
+    return "\n".join([f"{what}: {texts[0]}", *(f"  {text}" for text in texts[1:])])
 
 
 def _told(report: Report) -> str:
@@ -47,11 +53,12 @@ def assert_roles(report: Report, expected: Mapping[str, int], *, stage: Stage = 
         AssertionError: with each role that differs, the number found and some node names; or where a graph from a
             compile cache leaves the number unknown.
     """
+    __tracebackhide__ = True
     if stage not in ("captured", "after"):
         raise ValueError(f"stage: expected 'captured' or 'after', found {stage!r}")
     wrong = [text for rank in report.ranks for text in _on_rank(rank, expected, stage)]
     if wrong:
-        raise AssertionError("\n".join([f"roles {stage}:", *(f"  {text}" for text in wrong)]))
+        raise AssertionError(_listed(f"roles {stage}", wrong))
 
 
 def _on_rank(rank: RankReport, expected: Mapping[str, int], stage: Stage) -> list[str]:

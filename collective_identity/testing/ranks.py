@@ -1,7 +1,7 @@
 """How is a function run on several ranks in a test? One process per rank, a deadline, a log of each.
 
 The processes meet over a file in a folder of their own: no port, no name that another test could have taken.
-Started as ``python -m collective_identity.testing.ranks FOLDER RANK`` for one rank.
+Each rank is a Python that calls `main` with the folder and its number.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from ..reporting.jsonl import RunFolderError, read_run
 from .asserts import Stage, assert_nothing_lost, assert_roles
 
 _TAIL = 60  # lines of each rank's log in the text of a failure
+_START = (  # stacks into the log when asked, from the start: torch's import takes its time
+    "import faulthandler, signal; faulthandler.register(signal.SIGUSR1); "
+    "from collective_identity.testing.ranks import main; main()"
+)
+_SAY = 2.0  # seconds that ranks get at the deadline to write down where they stand
 _GRACE = 5.0  # seconds that the other ranks get to end by themselves after one has failed
 
 
@@ -60,10 +65,12 @@ class RanksRun:
 
     def assert_roles(self, expected: Mapping[str, int], *, stage: Stage = "captured") -> None:
         """`assert_roles` on this run's report."""
+        __tracebackhide__ = True
         assert_roles(self._report(), expected, stage=stage)
 
     def assert_nothing_lost(self) -> None:
         """`assert_nothing_lost` on this run's report."""
+        __tracebackhide__ = True
         assert_nothing_lost(self._report())
 
     def _report(self) -> Report:
@@ -96,9 +103,11 @@ def run_on_ranks(
         check: raise when a rank fails; False returns the outcomes instead. The deadline always raises.
 
     Raises:
-        RanksFailed: see there.
+        RanksFailed: see there. At the deadline its text says where each rank stands, as `watch` does, and each log ends
+            with the stacks of that rank's threads.
         ValueError: a function that no other process can import.
     """
+    __tracebackhide__ = True
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if file is None or "<locals>" in function.__qualname__:
@@ -110,12 +119,16 @@ def run_on_ranks(
     try:
         (work / "job").write_bytes(pickle.dumps(job))
         processes += [_start(work, rank, env) for rank in range(ranks)]
-        expired = not _wait(processes, timeout)
+        ended: list[int] = []
+        expired = not _wait(processes, timeout, ended)
+        standing = _standing(work, processes) if expired else ()
         for process in processes:
             _kill(process)
         outcomes = tuple(_outcome(work, rank, process) for rank, process in enumerate(processes))
         if expired or (check and any(outcome.exit_code != 0 for outcome in outcomes)):
-            raise RanksFailed(_text(function.__qualname__, outcomes, timeout if expired else None))
+            outcomes_in_order = sorted(outcomes, key=lambda one: (one.exit_code == 0, _place(one.rank, ended)))
+            late = [f"no end after {timeout} s"] if expired else []
+            raise RanksFailed(_text(function.__qualname__, outcomes_in_order, late, standing))
         try:
             report = build_report(read_run(work / "run")) if session else None
         except RunFolderError:
@@ -136,7 +149,7 @@ def _start(work: Path, rank: int, extra: Mapping[str, str] | None) -> subprocess
     env.update(extra or {})
     with open(work / f"log{rank}", "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-u", "-m", "collective_identity.testing.ranks", str(work), str(rank)],
+            [sys.executable, "-u", "-c", _START, str(work), str(rank)],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -145,11 +158,13 @@ def _start(work: Path, rank: int, extra: Mapping[str, str] | None) -> subprocess
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
-    """False at the deadline; True when all have ended, or one badly and the others had their time."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, ended: list[int]) -> bool:
+    """False at the deadline; True when all have ended, or one badly and the others had their time. `ended` gets the
+    ranks in the order in which they ended."""
     deadline, failed = time.monotonic() + timeout, None
     while True:
         codes, now = [process.poll() for process in processes], time.monotonic()
+        ended += [rank for rank, code in enumerate(codes) if code is not None and rank not in ended]
         if None not in codes:
             return True
         if any(code not in (None, 0) for code in codes):
@@ -159,6 +174,29 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
         if now > deadline:
             return False
         time.sleep(0.02)
+
+
+def _place(rank: int, ended: Sequence[int]) -> int:
+    return ended.index(rank) if rank in ended else len(ended)
+
+
+def _standing(work: Path, processes: Sequence[subprocess.Popen[bytes]]) -> Sequence[str]:
+    """Have every rank write its stacks into its log, and say what `watch` would; nothing where no session is open."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+    said: Sequence[str] = ()
+    try:
+        from ..reporting.watch_command import lines
+        from ..watch import Watcher, open_store
+
+        watcher = Watcher(open_store(f"file:{work / 'store'}", _SAY))
+        found = watcher.look(0.0)
+        said = () if found is None else list(lines(*found, watcher.start["ranks"]))
+    except (ImportError, RuntimeError, OSError, ValueError, KeyError):
+        pass  # without the `report` extra, or before any rank has spoken: the stacks remain
+    _wait(processes, _SAY, [])
+    return said
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -173,16 +211,18 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _outcome(work: Path, rank: int, process: subprocess.Popen[bytes]) -> RankOutcome:
     written = work / f"value{rank}"
     value = pickle.loads(written.read_bytes()) if process.returncode == 0 and written.exists() else None
-    code = None if process.returncode == -signal.SIGKILL else process.returncode
+    code = None if process.returncode in (-signal.SIGKILL, -signal.SIGUSR1) else process.returncode
     return RankOutcome(rank, value, code, (work / f"log{rank}").read_text(errors="replace"))
 
 
-def _text(name: str, outcomes: Sequence[RankOutcome], timeout: float | None) -> str:
-    bad = {outcome.rank: outcome.exit_code for outcome in outcomes if outcome.exit_code != 0}
-    head = f"{name}: rank: exit code {bad} (None: killed)"
-    head += "" if timeout is None else f", no end after {timeout} s"
-    tails = ["\n".join(outcome.log.splitlines()[-_TAIL:]) for outcome in outcomes]
-    return "\n".join([head, *(f"----- rank {rank}, last lines -----\n{tail}" for rank, tail in enumerate(tails))])
+def _text(name: str, outcomes: Sequence[RankOutcome], late: Sequence[str], standing: Sequence[str]) -> str:
+    """The ranks in this order: who ended badly first is the likeliest cause."""
+    codes = {one.rank: one.exit_code for one in outcomes if one.exit_code != 0}
+    bad = [f"rank {r} {'was killed' if c is None else f'ended with exit code {c}'}" for r, c in codes.items()]
+    text = [f"{name}: {'; '.join([*late, *bad])}", *standing]
+    for one in outcomes:
+        text += [f"----- rank {one.rank}, last lines -----", *one.log.splitlines()[-_TAIL:]]
+    return "\n".join(text)
 
 
 # ---- in the process of one rank ----
@@ -237,7 +277,8 @@ def _rank(work: Path, rank: int) -> None:
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """One rank, from start to end of its process."""
     try:
         _rank(Path(sys.argv[1]), int(sys.argv[2]))
         code = 0

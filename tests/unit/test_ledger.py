@@ -108,7 +108,7 @@ def test_rows_speak_for_losses_that_no_pass_reported(caplog: pytest.LogCaptureFi
 
 
 def test_an_unknown_kind_of_graph_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of joint, forward, backward, inference, found 'train'"):
+    with pytest.raises(ValueError, match="expected one of joint, forward, backward, inference, step, found 'train'"):
         ledger().begin_graph("train", "0/0", "inductor")  # type: ignore[arg-type]
 
 
