@@ -87,13 +87,6 @@ def _layout(widths: Sequence[int], outers: Sequence[int], lengths: Sequence[int]
 def _pack(
     members: Sequence[torch.Tensor], widths: Sequence[int], outers: Sequence[int], rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return plain.pack(members, _layout(widths, outers, [m.numel() for m in members], rows), dtype)
-
-
-@torch.library.impl(LIBRARY, "pack", "CUDA")
-def _pack_cuda(
-    members: Sequence[torch.Tensor], widths: Sequence[int], outers: Sequence[int], rows: int, dtype: torch.dtype
-) -> torch.Tensor:
     layout = _layout(widths, outers, [m.numel() for m in members], rows)
     if not launch.available(members[0].device) or not launch.can_move([m.dtype for m in members], dtype, layout):
         return plain.pack(members, layout, dtype)
@@ -111,18 +104,6 @@ def _pack_fake(
 
 @torch.library.impl(LIBRARY, "unpack", "CompositeExplicitAutograd")
 def _unpack(
-    buffer: torch.Tensor,
-    widths: Sequence[int],
-    outers: Sequence[int],
-    lengths: Sequence[int],
-    rows: int,
-    dtype: torch.dtype | None = None,
-) -> list[torch.Tensor]:
-    return plain.unpack(_whole(buffer, widths, rows), _layout(widths, outers, lengths, rows), dtype or buffer.dtype)
-
-
-@torch.library.impl(LIBRARY, "unpack", "CUDA")
-def _unpack_cuda(
     buffer: torch.Tensor,
     widths: Sequence[int],
     outers: Sequence[int],
