@@ -41,6 +41,7 @@ class Variant:
     blocks: bool = False
     bound: bool = False
     captured: bool = False
+    recorded: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,6 +59,11 @@ VARIANTS = MappingProxyType(
         "coalesced_2": Variant(captured=True, options={"overlap": 2, "coalesced": GATHERS}),
         "coalesced_all": Variant(captured=True, options={"overlap": 1, "coalesced": BOTH}),
         "coalesced_all_2": Variant(captured=True, options={"overlap": 2, "coalesced": BOTH}),
+        "recorded": Variant(captured=True, recorded=True, options={"overlap": 1}),
+        "recorded_coalesced": Variant(captured=True, recorded=True, options={"overlap": 1, "coalesced": GATHERS}),
+        "recorded_kernels": Variant(captured=True, recorded=True, options={"overlap": 1, "kernels": "triton"}),
+        "recorded_graph": Variant(captured=True, recorded=True, options={"order": "graph", "cap_mb": 500.0}),
+        "kernels": Variant(captured=True, options={"overlap": 1, "kernels": "triton"}),
         "bound": Variant(bound=True),
         "bucketed_graph": Variant(captured=True, options={"order": "graph", "cap_mb": 500.0}),
     }
@@ -160,7 +166,7 @@ def _measure(name: str, variant: Variant, args: argparse.Namespace, device: torc
             call = torch.compile(model, backend="collective_identity", fullgraph=True, options=dict(variant.options))
         if variant.bound:
             call = torch.compile(model.to(torch.bfloat16) if args.precision == "bf16" else model, fullgraph=True)
-        step = _step(model, call, args, device, shards=variant.bound)
+        step = _step(model, call, args, device, shards=variant.bound, recorded=variant.recorded)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -192,15 +198,21 @@ def _measure(name: str, variant: Variant, args: argparse.Namespace, device: torc
 
 
 def _step(
-    model: nn.Module, call: Callable[[Tensor], Tensor], args: argparse.Namespace, device: torch.device, *, shards: bool
+    model: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    args: argparse.Namespace,
+    device: torch.device,
+    *,
+    shards: bool,
+    recorded: bool,
 ) -> Callable[[], float]:
     vocabulary = SHAPES[args.model].vocabulary
     data = torch.Generator(device=device).manual_seed(dist.get_rank() + 1)
     tokens = torch.randint(0, vocabulary, (args.batch, args.window), device=device, generator=data)
     trained = _shards(model) if shards else list(model.parameters())
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=recorded)
 
-    def step() -> float:
+    def step(tokens: Tensor) -> Tensor:
         loss = F.cross_entropy(call(tokens).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
         loss.backward()
         optimizer.step()
@@ -208,9 +220,10 @@ def _step(
             model.zero_grad()
         else:
             optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
-    return step
+    run = fsdp_hooks.record_step(step, model, optimizer, warmup=2) if recorded else step
+    return lambda: run(tokens).item()
 
 
 def _shards(model: nn.Module) -> list[nn.Parameter]:

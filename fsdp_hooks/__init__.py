@@ -12,15 +12,18 @@ from .data_parallel import data_parallel, undo_data_parallel
 from .errors import InstallError, UnsupportedOption
 from .expected import expected_collectives
 from .installation import install, uninstall
+from .recorded_step import RecordedStep, record_step
 from .train_step import TrainStep, trace_train_step
 
 __all__ = [
     "InstallError",
+    "RecordedStep",
     "TrainStep",
     "UnsupportedOption",
     "data_parallel",
     "expected_collectives",
     "install",
+    "record_step",
     "restore_comms",
     "trace_train_step",
     "undo_data_parallel",

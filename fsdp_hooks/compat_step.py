@@ -141,3 +141,8 @@ def scaler_found(scaler: Any, optimizer: Any) -> torch.Tensor:
     """What was recorded for ``optimizer``, summed over devices."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     return torch.stack([one.to(scaler._scale.device) for one in found]).sum()
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where this rank's part of a tensor lies: ``DTensor._local_tensor``, torch/distributed/tensor/_api.py."""
+    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())

@@ -182,6 +182,18 @@ class Batch:
         given = iter(tensors)
         return pytree.tree_unflatten([next(given) if one is _TENSOR else one for one in self.fixed], self.spec)
 
+    def like(self, found: Batch) -> bool:
+        """Whether another batch has the structure, shapes, dtypes, devices and fixed values of this one."""
+        return (
+            self.spec == found.spec
+            and len(self.tensors) == len(found.tensors)
+            and all(
+                (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+                for a, b in zip(self.tensors, found.tensors, strict=True)
+            )
+            and all(a is b or _equal(a, b) for a, b in zip(self.fixed, found.fixed, strict=True))
+        )
+
     def expect(self, found: Batch) -> None:
         """Compare with the batch that the step was traced with; ``self`` is that one.
 

@@ -135,7 +135,7 @@ class Bucket:
             plan = plan_buckets(
                 gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
                 mixed_dtypes=options.mixed_dtypes, coalesced=options.coalesced,
-                kernels=options.kernels, identities=identities,
+                kernels=options.kernels, apart=options.overlap > 0, identities=identities,
             )
             return PassOutcome(changed=apply_plan(gm, plan), summary=plan.to_dict())
 

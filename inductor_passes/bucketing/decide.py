@@ -16,6 +16,7 @@ from collective_identity.identity import Identity
 from collective_identity.transports import Transport
 
 from . import reasons
+from .apart import apart as parts_of
 from .coalesced import can_coalesce
 from .hazards import Hazards, hazards_of
 from .levels import depths
@@ -42,6 +43,7 @@ def plan_buckets(
     mixed_dtypes: bool = False,
     coalesced: Iterable[Transport | str] = (),
     kernels: str = "ops",
+    apart: bool = False,
     identities: Mapping[fx.Node, Identity | None] | None = None,
 ) -> Plan:
     """Decide which FSDP collectives of a graph become one, and why the others do not. Changes nothing.
@@ -68,6 +70,7 @@ def plan_buckets(
         coalesced: transports whose buckets are sent member by member in one call, see `Bucket`.
         kernels: what packs and unpacks the others: ``"ops"``, torch's operators; ``"triton"``, two of our own
             (`inductor_passes.kernels`) but for several element types or symbolic sizes; ``"auto"``, those on CUDA.
+        apart: members of a unit that others are needed between (`apart.apart`) do not share a bucket.
         identities: what `classify` says of this graph; asked for here when None.
 
     Raises:
@@ -84,13 +87,16 @@ def plan_buckets(
     nodes = list(gm.graph.nodes)
     verdicts = classify(gm) if identities is None else identities
     candidates, refusals = survey(nodes, verdicts, wanted)
+    parts = {}
+    if apart and order != "graph":
+        parts = parts_of(candidates, {node: i for i, node in enumerate(nodes)})
     if len(candidates) > 1:
         hazards = hazards_of(nodes, (c.launch.inputs[0] for c in candidates))
-        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes) for c in candidates}
+        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes, parts.get(c.node, 0)) for c in candidates}
         levels = _levels(nodes, hazards, candidates, classes)
     else:
         hazards = Hazards({}, ())
-        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes) for c in candidates}
+        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes, parts.get(c.node, 0)) for c in candidates}
         levels = {c.node: 0 for c in candidates}
     together: dict[_Class, list[Candidate]] = {}
     for c in candidates:
@@ -118,10 +124,10 @@ def plan_buckets(
     return Plan(tuple(buckets), tuple(refusals), order)
 
 
-def _class_of(c: Candidate, hazards: Hazards, order: str, mixed_dtypes: bool) -> _Class:
+def _class_of(c: Candidate, hazards: Hazards, order: str, mixed_dtypes: bool, part: int) -> _Class:
     """What must be equal, but for the level."""
     unit = None if order == "graph" else c.identity.param_group
-    return (*c.family, *c.shared(mixed_dtypes), c.phase, hazards.epoch(c.position), unit)
+    return (*c.family, *c.shared(mixed_dtypes), c.phase, hazards.epoch(c.position), unit, part)
 
 
 def _levels(
@@ -265,6 +271,8 @@ class _Explanation:
         near = self._other(self._sharing[self._without_phase(c)], c)
         if near is not None and near.phase != c.phase:
             return Refusal(c.node, reasons.PHASE, f"{c.phase}; {near.node.name} runs in {near.phase}")
+        if near is not None and self._classes[near.node][-1] != self._classes[c.node][-1]:
+            return Refusal(c.node, reasons.APART, f"other units are needed between it and {near.node.name}")
         if near is not None:
             return Refusal(c.node, reasons.MUTATED, f"a write stands between it and {near.node.name}")
         relative = self._other(self._families[c.family], c)
@@ -275,7 +283,7 @@ class _Explanation:
         return Refusal(c.node, reasons.INCOMPATIBLE, f"differs from {relative.node.name} in {differs}")
 
     def _without_phase(self, c: Candidate) -> _Class:
-        *same, _phase, _epoch, unit = self._classes[c.node]
+        *same, _phase, _epoch, unit, _part = self._classes[c.node]
         return (*same, unit)
 
     @staticmethod

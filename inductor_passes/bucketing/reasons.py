@@ -97,9 +97,15 @@ REDUCE_OP: Final = Code(
     "its reduce operation is no name, so that nobody can say whether another's is the same",
     "pass the operation by name, \"sum\" or \"avg\"",
 )
+APART: Final = Code(
+    "BK019", "apart", "info",
+    "other units are needed between it and the others of its unit, so that together one would wait for nothing",
+    "nothing to do; without overlap they share a bucket",
+)
 
 REASONS: Final = by_id(
     NOT_REQUESTED, NO_ROLE, OTHER_ROLE, OTHER_FORM, GROUP_UNKNOWN, NO_META, SYMBOLIC_SIZE, LAYOUT,
     OTHER_USERS, NO_WAIT, SIZES_DISAGREE, MUTATED, DEPENDS, PHASE, OVER_CAP, INCOMPATIBLE, ALONE, REDUCE_OP,
+    APART,
 )
 """Every refusal code by id."""

@@ -28,7 +28,7 @@ def apply_overlap(gm: fx.GraphModule, plan: OverlapPlan) -> bool:
         raise ValueError(
             f"expected a plan of this graph, found {stranger.name!r} not in it; plan again after any change"
         )
-    hazards = hazards_of(nodes, [node for start in plan.started for node in start.all_input_nodes])
+    hazards = hazards_of(nodes, [node for start in (*plan.started, *plan.delayed) for node in start.all_input_nodes])
     before = [
         list(itertools.chain((index[n] for n in node.all_input_nodes), hazards.before.get(i, ())))
         for i, node in enumerate(nodes)

@@ -1,15 +1,15 @@
 """When should each FSDP collective start, and when should its result be waited for? A plan, from roles alone.
 
 What eager FSDP2 does by hand with streams, as an order of nodes: the gather of the next parameter group starts
-before this group's is waited for, and is unpacked where it is first used; a reduction is waited for where the next
-one is packed. So at most ``ahead + 1`` gathered groups and one unreduced group are alive beside those in use.
-Collectives of other roles, and what merely looks like FSDP's, keep their places.
+before this group's is waited for, and is unpacked where it is first used; a reduction starts where its gradients are
+there, and is waited for where the next one is packed. So at most ``ahead + 1`` gathered groups and one unreduced
+group are alive beside those in use. Collectives of other roles, and what merely looks like FSDP's, keep their places.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,10 @@ from collective_identity.roles import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, 
 from collective_identity.store import identity_of
 from collective_identity.transports import is_start, is_wait, launches, waits_of
 
+from ..uses import first_use, packing, ready, unpacking
+
 _WAIT, _START = 0.5, 0.75  # before the node at that position; a start before the wait that stands there too
+_BEFORE_PACKING, _PACKING = 0.1, 0.25  # after the node at that position, and before a gather that starts there
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class OverlapPlan:
     Attributes:
         places: node → the position in the old order that it should stand at, between two whole ones.
         started: gathers that start earlier or later than they did, in order of their first use.
-        delayed: reductions that are waited for later, in order.
+        delayed: reductions that start and are waited for where they can, in order.
     """
 
     places: Mapping[fx.Node, float]
@@ -74,18 +77,18 @@ def _gathers(
 ) -> list[fx.Node]:
     found = []
     for start in starts:
-        packing = _packing(start)
-        if packing is None:
+        above = _packing(start)
+        if above is None:
             continue
         waits = waits_of(start)
-        below = _unpacking(*waits)
-        first = _first_use(below, index, default=min(index[wait] for wait in waits))
-        found.append((first, start, packing, below))
+        below = unpacking(*waits)
+        first = first_use(below, index, default=min(index[wait] for wait in waits))
+        found.append((first, start, above, below))
     found.sort(key=lambda one: (one[0], index[one[1]]))
-    for k, (first, start, packing, below) in enumerate(found):
+    for k, (first, start, above, below) in enumerate(found):
         when = -math.inf if k < ahead else found[k - ahead][0] - _START
         places[start] = when
-        places.update(dict.fromkeys(packing, when))
+        places.update(dict.fromkeys(above, when))
         places.update(dict.fromkeys(below, first - _WAIT))
     return [start for _, start, _, _ in found]
 
@@ -96,31 +99,33 @@ def _reductions(
     index: Mapping[fx.Node, int],
     places: dict[fx.Node, float],
 ) -> list[fx.Node]:
-    """Wait for each where the next is packed; an all-reduce of what was scattered starts then, and ends one later."""
+    """Start each where its gradients are there, and wait for it where the next is packed.
+
+    An all-reduce of what was scattered starts then, and ends one later.
+    """
+    found = []
+    for start in scatters:
+        above = packing(start)
+        found.append((ready(start, above, index), index[start], start, above))
+    found.sort(key=lambda one: one[:2])
     last = float(len(index)) - 1 - _WAIT  # before the output
-    behind = [*(index[_joined(start)] - _WAIT for start in scatters), last, last]
+    behind = [*(when + _BEFORE_PACKING for when, *_ in found), last, last]
     ends: dict[fx.Node, int] = {}
-    for k, start in enumerate(scatters):
-        below = _unpacking(*waits_of(start))
-        when = min(behind[k + 1], _first_use(below, index, default=len(index)) - _WAIT)
+    for k, (ready_at, _, start, above) in enumerate(found):
+        places.update(dict.fromkeys((*above, start), ready_at + _PACKING))
+        below = unpacking(*waits_of(start))
+        when = min(behind[k + 1], first_use(below, index, default=len(index)) - _WAIT)
         places.update(dict.fromkeys(below, when))
         ends.update(dict.fromkeys(below, k + 1))
     for start in reduces:
-        above = next((node for node in start.all_input_nodes if node in ends), None)
-        if above is None:
+        scattered = next((node for node in start.all_input_nodes if node in ends), None)
+        if scattered is None:
             continue
-        below = _unpacking(*waits_of(start))
-        use = _first_use(below, index, default=len(index)) - _WAIT
-        places[start] = min(behind[ends[above]], use)
-        places.update(dict.fromkeys(below, min(behind[ends[above] + 1], use)))
-    return list(scatters)
-
-
-def _first_use(below: Collection[fx.Node], index: Mapping[fx.Node, int], *, default: int) -> int:
-    """Position of the first node that computes with any of these, not counting the graph's output."""
-    return min(
-        (index[u] for node in below for u in node.users if u not in below and u.op != "output"), default=default
-    )
+        below = unpacking(*waits_of(start))
+        use = first_use(below, index, default=len(index)) - _WAIT
+        places[start] = min(behind[ends[scattered]], use)
+        places.update(dict.fromkeys(below, min(behind[ends[scattered] + 1], use)))
+    return [start for _, _, start, _ in found]
 
 
 def _packing(start: fx.Node) -> list[fx.Node] | None:
@@ -139,26 +144,3 @@ def _packing(start: fx.Node) -> list[fx.Node] | None:
             seen.add(node)
             todo.append(node)
     return above
-
-
-def _unpacking(*waits: fx.Node) -> dict[fx.Node, None]:
-    """The waits and everything computed from them alone, in order: splits, views, copies, divisions."""
-    below = dict.fromkeys(waits)
-    todo = [*waits]
-    while todo:
-        for user in todo.pop().users:
-            if user not in below and user.op == "call_function" and not is_start(user) and not is_wait(user):
-                if all(node in below for node in user.all_input_nodes):
-                    below[user] = None
-                    todo.append(user)
-    return below
-
-
-def _joined(start: fx.Node) -> fx.Node:
-    """The node that packs what is sent, or ``start`` itself."""
-    node = start
-    while len(node.all_input_nodes) == 1 and node.all_input_nodes[0].op == "call_function":
-        node = node.all_input_nodes[0]
-        if len(node.all_input_nodes) > 1:
-            return node
-    return start

@@ -1,0 +1,70 @@
+"""What stands around a collective: what only rearranges what it sends, what is computed from its result alone?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+import torch
+from torch import fx
+
+from collective_identity.transports import is_start, is_wait
+
+_REARRANGING: Final = frozenset(
+    "_to_copy convert_element_type clone cat _chunk_cat constant_pad_nd _unsafe_view slice pack".split()
+)
+_SCALING: Final = frozenset(("div", "mul"))
+
+
+def packing(start: fx.Node) -> dict[fx.Node, None]:
+    """What stands above a reduction and only makes what it sends of the gradients: casts, views, pads, a buffer."""
+    above: dict[fx.Node, None] = {}
+    todo = [start]
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node not in above and _rearranges(node) and all(u is start or u in above for u in node.users):
+                above[node] = None
+                todo.append(node)
+    return above
+
+
+def ready(start: fx.Node, above: Collection[fx.Node], index: Mapping[fx.Node, int]) -> int:
+    """Position of the last node that a reduction has to wait for; -1 if it needs only the graph's inputs."""
+    return max(
+        (
+            index[one]
+            for node in (start, *above)
+            for one in node.all_input_nodes
+            if one not in above and one.op not in ("placeholder", "get_attr")
+        ),
+        default=-1,
+    )
+
+
+def _rearranges(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target._opname in _SCALING:
+        return len(node.all_input_nodes) == 1
+    return target.is_view or target._opname in _REARRANGING
+
+
+def unpacking(*waits: fx.Node) -> dict[fx.Node, None]:
+    """The waits and everything computed from them alone, in order: splits, views, copies, divisions."""
+    below = dict.fromkeys(waits)
+    todo = [*waits]
+    while todo:
+        for user in todo.pop().users:
+            if user not in below and user.op == "call_function" and not is_start(user) and not is_wait(user):
+                if all(node in below for node in user.all_input_nodes):
+                    below[user] = None
+                    todo.append(user)
+    return below
+
+
+def first_use(below: Collection[fx.Node], index: Mapping[fx.Node, int], *, default: int) -> int:
+    """Position of the first node that computes with any of these, not counting the graph's output."""
+    return min(
+        (index[u] for node in below for u in node.users if u not in below and u.op != "output"), default=default
+    )

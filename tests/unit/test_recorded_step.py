@@ -1,0 +1,308 @@
+"""A recorded step trains as the plain one does, bit for bit, whatever the loop does around it, or says why not.
+
+On the CPU, in a real group of one rank, with `replayer.Replayer` in the place of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_hooks
+from fsdp_hooks import InstallError, RecordedStep
+
+from .replayer import Replayer
+
+Step = Callable[..., Any]
+STEPS = 9
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Two layers, dropout and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return self.second(F.dropout(self.first(x).relu(), 0.3, self.training))
+
+
+class Loop:
+    """A model, its optimizer and a step in one of the ways loops are written."""
+
+    def __init__(self, zero: str = "after", lr: Any = 0.1, micro: int = 1, decay: float = 0.01) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(self.model.first, mesh=mesh)
+        fsdp_hooks.install(fully_shard(self.model, mesh=mesh))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9, weight_decay=decay)
+        self.zero, self.micro = zero, micro
+        self.run: Step = self.step
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if self.zero.startswith("before"):
+            self.optimizer.zero_grad(set_to_none=self.zero != "before, in place")
+        total = x.new_zeros(())
+        for one, other in zip(x.chunk(self.micro), y.chunk(self.micro), strict=True):
+            loss = F.mse_loss(self.model(one), other) * scale
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        if self.zero.startswith("after"):
+            self.optimizer.zero_grad(set_to_none=self.zero != "after, in place")
+        return total
+
+    def recorded(self, warmup: int = 2) -> Loop:
+        self.run = RecordedStep(self.step, self.model, (self.optimizer,), warmup, Replayer())
+        return self
+
+    def train(
+        self, between: Callable[[Loop, int], None] | None = None, rows: Callable[[int], int] | None = None
+    ) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        data, found = torch.Generator().manual_seed(1), []
+        for number in range(STEPS):
+            many = rows(number) if rows else 4
+            batch = torch.randn(many, 6, generator=data), torch.randn(many, 4, generator=data)
+            found.append(self.run(*batch))
+            if between:
+                between(self, number)
+        return [*found, *(p.to_local().detach() for p in self.model.parameters()), self.model.runs, torch.rand(3)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def zero_outside(loop: Loop, number: int) -> None:
+    loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("zero", ["after", "after, in place", "before", "before, in place", "never"])
+def test_trains_as_the_plain_step(zero: str, micro: int) -> None:
+    recorded = Loop(zero, micro=micro).recorded()
+    assert same(Loop(zero, micro=micro).train(), recorded.train())
+    assert isinstance(recorded.run, RecordedStep) and recorded.run.recorded
+    assert recorded.run.plain >= 2 and recorded.run.replays + recorded.run.plain == STEPS and recorded.run.replays >= 5
+
+
+def test_gradients_that_the_loop_zeroes_around_it() -> None:
+    recorded = Loop("outside").recorded()
+    assert same(Loop("outside").train(zero_outside), recorded.train(zero_outside))
+    assert recorded.run.replays == STEPS - 2
+
+
+def test_gradients_that_are_read_after_a_step() -> None:
+    def sums(loop: Loop) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        loop.train(lambda of, _: seen.append(sum(p.grad.to_local().abs().sum() for p in of.model.parameters())))
+        return seen
+
+    assert same(sums(Loop("before")), sums(Loop("before").recorded()))
+
+
+def test_a_learning_rate_that_is_a_tensor_follows_its_schedule() -> None:
+    def train(loop: Loop) -> list[torch.Tensor]:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.7)
+        return loop.train(lambda *_: schedule.step())
+
+    def loop() -> Loop:
+        made = Loop()
+        made.optimizer = torch.optim.AdamW(made.model.parameters(), lr=torch.tensor(0.1), fused=True)
+        return made
+
+    recorded = loop().recorded()
+    assert same(train(loop()), train(recorded))
+    assert recorded.run.replays == STEPS - 2
+
+
+def test_a_learning_rate_that_is_a_number_and_changes_every_time_is_refused() -> None:
+    loop = Loop().recorded()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.7)
+    with pytest.raises(InstallError, match=r"another lr of optimizer 0\.group 0: 0\.\d+, then 0\.\d+, the 4th change"):
+        for _ in range(3):
+            loop.train(lambda *_: schedule.step())
+
+
+def faster(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] = 0.02
+
+
+def evaluated(loop: Loop) -> None:
+    loop.model.eval()
+
+
+def frozen(loop: Loop) -> None:
+    loop.model.first.bias.requires_grad_(False)
+
+
+def loaded(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+
+
+def hooked(loop: Loop) -> None:
+    loop.model.second.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def kept(loop: Loop) -> None:
+    loop.model.set_reshard_after_forward(False)
+
+
+def forgotten(loop: Loop) -> None:
+    loop.optimizer.state.clear()
+
+
+def moved(loop: Loop) -> None:
+    loop.model.runs = loop.model.runs.clone()
+
+
+CHANGES = (faster, evaluated, frozen, loaded, hooked, kept, forgotten, moved)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_a_plain_step_would_follow_is_recorded_anew(
+    change: Callable[[Loop], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def between(loop: Loop, number: int) -> None:
+        if number == 4:
+            change(loop)
+
+    recorded = Loop().recorded()
+    with caplog.at_level(logging.WARNING, "collective_identity.fsdp_hooks"):
+        found = recorded.train(between)
+    assert same(Loop().train(between), found)
+    assert recorded.run.replays == STEPS - 3 and "the step is recorded anew, for another " in caplog.text
+
+
+def test_a_batch_of_another_shape_runs_plainly() -> None:
+    def rows(number: int) -> int:
+        return 2 if number in (0, 4, 8) else 4
+
+    for zero in ("after", "before", "before, in place"):
+        recorded = Loop(zero).recorded()
+        assert same(Loop(zero).train(rows=rows), recorded.train(rows=rows))
+        assert recorded.run.replays == STEPS - 4 and recorded.run.plain == 4
+
+
+def test_other_arguments_run_plainly() -> None:
+    batch = torch.ones(4, 6), torch.ones(4, 4)
+
+    def losses(loop: Loop) -> list[torch.Tensor]:
+        return [loop.run(*batch, scale=scale) for scale in (1.0, 1.0, 1.0, 2.0, 1.0)]
+
+    plain, recorded = losses(Loop()), Loop().recorded()
+    assert same(plain, losses(recorded))
+    assert (recorded.run.replays, recorded.run.plain) == (2, 3)
+
+
+def test_results_are_the_callers() -> None:
+    loop, batch = Loop().recorded(), (torch.ones(4, 6), torch.ones(4, 4))
+    losses = [loop.run(*batch) for _ in range(5)]
+    assert len({float(one) for one in losses}) == 5 and not any(one.requires_grad for one in losses)
+
+
+def test_reset_records_again() -> None:
+    loop, batch = Loop().recorded(), (torch.ones(4, 6), torch.ones(4, 4))
+    for _ in range(4):
+        loop.run(*batch)
+    loop.run.reset()
+    assert not loop.run.recorded
+    for _ in range(3):
+        loop.run(*batch)
+    assert loop.run.recorded and (loop.run.plain, loop.run.replays) == (4, 3)
+
+
+def test_on_a_cpu_nothing_is_recorded() -> None:
+    loop = Loop()
+    loop.run = fsdp_hooks.record_step(loop.step, loop.model, loop.optimizer)
+    assert same(Loop().train(), loop.train()) and not loop.run.recorded and loop.run.plain == STEPS
+
+
+def reads(loop: Loop) -> Step:
+    return lambda x, y: loop.step(x, y).item()
+
+
+def returns(loop: Loop) -> Step:
+    return lambda x, y: (loop.step(x, y), 3)
+
+
+def schedules(loop: Loop) -> Step:
+    schedule = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.7)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loop.step(x, y)
+        schedule.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (reads, r"reads no value back .* not permitted when stream is capturing\): leave \.item\(\)"),
+        (returns, "returns tensors or None, found 3"),
+        (schedules, r"changes the lr of optimizer 0\.group 0: 0\.\d+, then"),
+    ],
+    ids=["reads", "returns", "schedules"],
+)
+def test_a_step_that_cannot_be_recorded_is_refused(make: Callable[[Loop], Step], message: str) -> None:
+    loop, batch = Loop(), (torch.ones(4, 6), torch.ones(4, 4))
+    run = RecordedStep(make(loop), loop.model, (loop.optimizer,), 1, Replayer())
+    run(*batch)
+    with pytest.raises(InstallError, match=message):
+        run(*batch)
+
+
+def test_a_batch_that_cannot_be_recorded_is_refused() -> None:
+    for batch, message in (
+        ((torch.ones(4, 6, requires_grad=True), torch.ones(4, 4)), "tensor 0 of the arguments with requires_grad"),
+        ((torch.ones(4, 6), torch.ones(4, 4, device="meta")), "batch on cpu, found tensor 1 of the arguments on meta"),
+    ):
+        loop = Loop()
+        run = RecordedStep(lambda x, y: None, loop.model, (loop.optimizer,), 1, Replayer())
+        run(*batch)
+        with pytest.raises(InstallError, match=message):
+            run(*batch)
+
+
+def test_a_gradient_that_waits_before_a_step_that_leaves_none_is_refused() -> None:
+    loop, batch = Loop().recorded(1), (torch.ones(4, 6), torch.ones(4, 4))
+    loop.run(*batch)
+    loop.model(batch[0]).sum().backward()
+    with pytest.raises(InstallError, match=r"no gradient before a step that leaves none, found one of 'first\.weight'"):
+        loop.run(*batch)
+
+
+def test_a_model_that_is_not_captured_is_refused() -> None:
+    model = fully_shard(Net(), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(InstallError, match=r"found a FSDPNet that is not: .* call install\(model\) first"):
+        fsdp_hooks.record_step(lambda x: x, model, torch.optim.SGD(model.parameters()))
+
+
+def test_a_warm_up_is_needed() -> None:
+    loop = Loop()
+    with pytest.raises(InstallError, match="at least 1 plain step as warm-up, found warmup=0"):
+        fsdp_hooks.record_step(loop.step, loop.model, loop.optimizer, warmup=0)
