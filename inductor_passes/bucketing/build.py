@@ -52,9 +52,9 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
         graph, mode_of(sent), {k: members[0].meta[k] for k in _HANDED_ON if k in members[0].meta}
     )
     if bucket.coalesced:
-        start, items, ends = build_coalesced(build, bucket, sent)
-        _identify(start, bucket)
-        return Built([start], items, ends)
+        built = Built(*build_coalesced(build, bucket, sent))
+        _identify(built.launch[-1], bucket)
+        return built
     if bucket.pieces:
         built = Built(*build_packed(build, bucket))
         _identify(built.launch[-1], bucket)

@@ -1,4 +1,7 @@
-"""How does a bucket look that copies nothing? One coalesced collective, and a wait for each member's own result."""
+"""How does a bucket look that copies nothing? One coalesced collective, and a wait for each member's own result.
+
+Members that are cast before they are sent are written anew anyway: where kernels pack, one of them casts all.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,32 @@ def can_coalesce(dtype: torch.dtype, sent: Sequence[fx.Node]) -> bool:
 
 def build_coalesced(
     build: NodeBuilder, bucket: Bucket, sent: Sequence[fx.Node]
-) -> tuple[fx.Node, list[fx.Node], list[list[fx.Node]]]:
-    """The start node, the item of each member, and what each member ends in: its own wait."""
+) -> tuple[list[fx.Node], list[fx.Node], list[list[fx.Node]]]:
+    """The nodes up to the start node, the item of each member, and what each member ends in: its own wait."""
     key = bucket.key
-    start = build.call(coalesced_overload(key.transport), key.arguments(list(sent)), [])
+    launch: list[fx.Node] = []
+    lying = _packed(build, bucket, sent, launch) if bucket.pieces else list(sent)
+    start = build.call(coalesced_overload(key.transport), key.arguments(lying), launch)
     items: list[fx.Node] = []
     results: list[list[fx.Node]] = []
     for place in range(len(sent)):
         result: list[fx.Node] = []
         build.call(WAIT, (build.item(start, place, items),), result)
         results.append(result)
-    return start, items, results
+    return launch, items, results
+
+
+def _packed(build: NodeBuilder, bucket: Bucket, sent: Sequence[fx.Node], launch: list[fx.Node]) -> list[fx.Node]:
+    """What each member sends: a view of one buffer where something above it went, else the tensor itself."""
+    pieces = [piece for piece in bucket.pieces if piece.above]
+    widths = [piece.width for piece in pieces]
+    arguments = ([p.source for p in pieces], widths, [p.outer for p in pieces], 1, bucket.key.dtype)
+    packed = build.call(torch.ops.inductor_passes.pack.default, arguments, launch)
+    parts = build.split(packed, widths, 0, launch)
+    lying, number = list(sent), 0
+    for place, piece in enumerate(bucket.pieces):
+        if piece.above:
+            part = build.item(parts, number, launch)
+            lying[place] = build.reshape(part, list(sent[place].meta["val"].shape), launch)
+            number += 1
+    return lying

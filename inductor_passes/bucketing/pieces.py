@@ -31,9 +31,9 @@ def with_kernels(nodes: Sequence[fx.Node], buckets: Sequence[Bucket], *, auto: b
     node of its bucket.
     """
     candidates = {
-        number: tuple(_piece(start) for start in bucket.members)
+        number: tuple((_sent_piece if bucket.coalesced else _piece)(start) for start in bucket.members)
         for number, bucket in enumerate(buckets)
-        if not bucket.coalesced and _suits(bucket, auto)
+        if (not bucket.coalesced or bucket.key.transport is Transport.ALL_GATHER) and _suits(bucket, auto)
     }
     read = [node for pieces in candidates.values() for p in pieces for node in (p.source, *p.above, *p.below)]
     place, hazards = {node: i for i, node in enumerate(nodes)}, hazards_of(nodes, read)
@@ -44,7 +44,8 @@ def with_kernels(nodes: Sequence[fx.Node], buckets: Sequence[Bucket], *, auto: b
         places = [place[node] for node in around]
         if hazards.epoch(min(places)) != hazards.epoch(max(places)):
             pieces = tuple(_bare(start) for start in bucket.members)
-        if _fits(bucket, pieces):
+        written = [piece for piece in pieces if piece.above] if bucket.coalesced else pieces
+        if written and _fits(bucket, written):
             result[number] = replace(bucket, pieces=pieces)
     return result
 
@@ -87,6 +88,12 @@ def _piece(start: fx.Node) -> Piece:
         result, outer_below, below = _below(bare.result, ranks)
         made = replace(made, result=result, outer_below=outer_below, below=below)
     return made
+
+
+def _sent_piece(start: fx.Node) -> Piece:
+    """The member with what is above it; what it yields is its own."""
+    source, outer, above = _above(start, _sent(start), 1)
+    return replace(_bare(start), source=source, above=above, outer=outer, result=None)
 
 
 def _sent(start: fx.Node) -> fx.Node:

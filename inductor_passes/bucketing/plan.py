@@ -89,7 +89,8 @@ class Bucket:
         members: start nodes in the order in which they are laid out in the buffer.
         identities: the identity of each member, by which the bucket's own is combined.
         nbytes: sum over the members of the larger of input and output, in bytes; a symbolic size counts as its hint.
-        pieces: how kernels pack and unpack each member; none where plain operators do.
+        pieces: how kernels pack and unpack each member; none where plain operators do. In a coalesced bucket, how
+            they write what is sent; a member with nothing above it lies as it is.
         coalesced: send each member where it lies, in one call, instead of copying all into one buffer; never where a
             member is not contiguous, empty, of symbolic size or of another element type.
     """
