@@ -13,16 +13,24 @@ whose memory has to be given back) every call writes its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Final
 
 import torch
 
-from .layout import TILE_BYTES, Layout
+from .layout import Layout
+
+SMALLEST_TILE: Final = 8192
+LARGEST_TILE: Final = 131072
+"""Bytes."""
+
+PROGRAMS: Final = 2048
+"""Programs of a launch, at least, before a tile grows."""
 
 _FLOATS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,7 +47,7 @@ def available(device: torch.device) -> bool:
     )
 
 
-def can_move(dtypes: Sequence[torch.dtype], buffer: torch.dtype, layout: Layout) -> bool:
+def can_move(dtypes: Iterable[torch.dtype], buffer: torch.dtype, layout: Layout) -> bool:
     """Whether the kernels move members of these types into or out of a buffer of that type.
 
     float32, bfloat16 and float16 turn into each other; any other type of up to 8 bytes only stays what it is.
@@ -47,8 +55,70 @@ def can_move(dtypes: Sequence[torch.dtype], buffer: torch.dtype, layout: Layout)
     return (
         buffer.itemsize in _INTEGERS
         and all(dtype is buffer or (dtype in _FLOATS and buffer in _FLOATS) for dtype in dtypes)
-        and max(layout.widths) < 2**31 - TILE_BYTES
+        and layout.widest < 2**31 - LARGEST_TILE
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a kernel shares the work out. The values do not depend on it.
+
+    Attributes:
+        tile_bytes: bytes of the buffer that one program handles, a power of two; None: by the buffer's size.
+        warps: 32 threads each, of a program.
+        thread_bytes: bytes of its wider side that a thread loads before it stores any, a power of two from 16 on.
+    """
+
+    tile_bytes: int | None = None
+    warps: int = 4
+    thread_bytes: int = 64
+
+
+TUNING: Final = Tuning()
+
+
+def tile_bytes(buffer_bytes: int) -> int:
+    """Bytes of the buffer that one program handles: the larger the buffer the more, within bounds.
+
+    So many programs that a GPU is full (an H200 runs about 1600 of 128 threads at once) and few find their member.
+    """
+    tile = SMALLEST_TILE
+    while tile < LARGEST_TILE and buffer_bytes >= 2 * tile * PROGRAMS:
+        tile *= 2
+    return tile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """All of a launch but its addresses: the words of the layout, the grid, and the kernel's arguments by name."""
+
+    words: tuple[int, ...]
+    grid: tuple[int, ...]
+    shift: int
+    options: Mapping[str, int | bool]
+
+
+@functools.lru_cache(maxsize=1024)
+def work_of(
+    layout: Layout, buffer: torch.dtype, types: frozenset[torch.dtype], packing: bool, looks: tuple[int, ...],
+    tuning: Tuning,
+) -> Work:  # fmt: skip
+    """The launch for a layout, a buffer's type and its members' types, a direction, and what there is to choose from:
+    `triton_kernels.LOOKS`, and the tuning."""
+    sizes = [buffer.itemsize, *(dtype.itemsize for dtype in types)]
+    tile = (tuning.tile_bytes or tile_bytes(layout.rows * layout.total * buffer.itemsize)) // buffer.itemsize
+    vector, threads = 16 // min(sizes), 32 * tuning.warps
+    words, tiles = layout.table(tile, vector)
+    return Work(words, (tiles,), tile.bit_length() - 1, MappingProxyType({
+        "KINDS": sum(1 << _kind(dtype, buffer) for dtype in types),
+        "LOOK": next((look for look in looks if look >= len(layout.widths)), looks[-1]),
+        "CHUNK": min(tile, max(vector, tuning.thread_bytes // max(sizes)) * threads), "FEW": min(tile, 8 * threads),
+        "VECTOR": vector, "PACKING": packing, "num_warps": tuning.warps,
+    }))  # fmt: skip
+
+
+def _kind(dtype: torch.dtype, buffer: torch.dtype) -> int:
+    return 0 if dtype is buffer else _FLOATS[dtype]
 
 
 def move(
@@ -59,7 +129,7 @@ def move(
     packing: bool,
     kernels: ModuleType | None = None,
     keep: bool | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tuning: Tuning = TUNING,
 ) -> None:
     """Pack ``members`` into ``buffer``, or unpack them out of it.
 
@@ -70,47 +140,34 @@ def move(
         packing: the direction.
         kernels: the module with the kernels; None: `triton_kernels`.
         keep: whether tables are kept for later calls; None: on the default stream.
-        tile_bytes: bytes of the buffer that one program handles, a power of two from 16 on.
+        tuning: how the work is shared out.
     """
-    device, types = buffer.device, {m.dtype for m in members}
-    plain = buffer if buffer.dtype in _FLOATS else buffer.view(_INTEGERS[buffer.dtype.itemsize])
-    tile = tile_bytes // plain.dtype.itemsize
-    vector = 16 // min(plain.dtype.itemsize, *(dtype.itemsize for dtype in types))
+    device, dtype = buffer.device, buffer.dtype
+    types = frozenset([m.dtype for m in members])
     if kernels is None:
         kernels = import_module(f"{__package__}.triton_kernels")
+    work = work_of(layout, dtype, types, packing, kernels.LOOKS, tuning)
+    if not work.grid[0]:
+        return
+    if len(types) == 1:
+        kind = _kind(next(iter(types)), dtype)
+        words = tuple([m.data_ptr() << 2 | kind for m in members])
+    else:
+        words = tuple([m.data_ptr() << 2 | _kind(m.dtype, dtype) for m in members])
+    plain = buffer if dtype in _FLOATS else buffer.view(_INTEGERS[dtype.itemsize])
     if keep is None:
         keep = device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-    words: list[int] = []
-    for member in members:
-        words += (member.data_ptr(), 0 if member.dtype is buffer.dtype else _FLOATS[member.dtype])
-    tiles = _tiles(layout, tile, vector)[1]
-    if not tiles:
-        return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        where = (_layout_table if keep else _layout_table.__wrapped__)(layout, tile, vector, device, kernels)
-        addresses = (_table if keep else _table.__wrapped__)(tuple(words), device, kernels)
-        kernels.move_members[(tiles,)](
-            plain, addresses, where, layout.rows, layout.total, len(members),
-            SAME=buffer.dtype in types, FLOAT32=_other(torch.float32, buffer, types),
-            BFLOAT16=_other(torch.bfloat16, buffer, types), FLOAT16=_other(torch.float16, buffer, types),
-            TILE=tile, VECTOR=vector, PACKING=packing, num_warps=4,
-        )  # fmt: skip
-
-
-def _other(dtype: torch.dtype, buffer: torch.Tensor, types: set[torch.dtype]) -> bool:
-    return dtype in types and dtype is not buffer.dtype
+        where = (_layout_table if keep else _layout_table.__wrapped__)(work, device, kernels)
+        addresses = (_table if keep else _table.__wrapped__)(words, device, kernels)
+        kernels.move_members[work.grid](
+            plain, addresses, where, layout.total, len(members), work.shift, **work.options
+        )
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiles(layout: Layout, tile: int, vector: int) -> tuple[tuple[int, ...], int]:
-    return layout.table(tile, vector)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout_table(
-    layout: Layout, tile: int, vector: int, device: torch.device, kernels: ModuleType
-) -> torch.Tensor:
-    return _table.__wrapped__(_tiles(layout, tile, vector)[0], device, kernels)
+def _layout_table(work: Work, device: torch.device, kernels: ModuleType) -> torch.Tensor:
+    return _table.__wrapped__(work.words, device, kernels)
 
 
 @functools.lru_cache(maxsize=4096)

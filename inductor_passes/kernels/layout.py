@@ -6,13 +6,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-COLUMNS: Final = 6
-"""Words of a member in the table: first tile, offset, width, outer, span, whether vectors fit."""
-
-TILE_BYTES: Final = 16384
-"""Bytes of the buffer that one program of a kernel handles."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +23,7 @@ class Layout:
         rows: ranks that the buffer is scattered to or gathered from; 1 for neither.
         offsets: where each member starts in a row.
         total: elements of a row.
+        widest: the largest of the widths.
     """
 
     widths: tuple[int, ...]
@@ -38,28 +32,35 @@ class Layout:
     rows: int
     offsets: tuple[int, ...] = field(init=False)
     total: int = field(init=False)
+    widest: int = field(init=False)
 
     def __post_init__(self) -> None:
         _check(self.widths, self.outers, self.lengths, self.rows)
         starts = tuple(itertools.accumulate(self.widths, initial=0))
         object.__setattr__(self, "offsets", starts[:-1])
         object.__setattr__(self, "total", starts[-1])
+        object.__setattr__(self, "widest", max(self.widths))
 
     def table(self, tile: int, vector: int) -> tuple[tuple[int, ...], int]:
-        """The table of the kernels, `COLUMNS` words a member, and the number of tiles.
+        """The table of the kernels and the number of tiles.
+
+        The first tile of each member, so that one load reads them all; then three words a member: its offset, its
+        width and (from bit 32 on) outer, and whether vectors fit (bit 0) and its span.
 
         Args:
             tile: elements that one program handles.
             vector: elements that one load or store should take; what is no multiple of it is handled one by one.
         """
+        firsts: list[int] = []
         words: list[int] = []
         first = 0
         for offset, width, outer, length in zip(self.offsets, self.widths, self.outers, self.lengths, strict=True):
             even = (offset, width, length, *((self.total,) if self.rows > 1 else ()))
             fits = outer == 1 and all(size % vector == 0 for size in even)
-            words += (first, offset, width, outer, length // outer, int(fits))
+            firsts.append(first)
+            words += (offset, width | outer << 32, length // outer << 1 | int(fits))
             first += self.rows * -(-width // tile)
-        return tuple(words), first
+        return (*firsts, *words), first
 
 
 @functools.lru_cache(maxsize=1024)

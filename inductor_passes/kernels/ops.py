@@ -1,8 +1,8 @@
 """The two operators that a bucketed graph calls: ``inductor_passes::pack`` and ``inductor_passes::unpack``.
 
-Triton kernels on CUDA, torch's own operators elsewhere and where the kernels do not know a type, so that one graph runs
-everywhere. No output shares memory with an input or with another output. They have no derivative: they enter a graph
-after autograd has gone over it.
+Triton kernels on CUDA, torch's own operators elsewhere, where the kernels do not know a type and where torch is faster
+(`choice`), so that one graph runs everywhere. No output shares memory with an input or with another output. They have
+no derivative: they enter a graph after autograd has gone over it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from . import launch, plain
+from . import choice, launch, plain
 from .layout import layout_of
 
 _TAGS: Final = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -87,11 +87,14 @@ def _layout(widths: Sequence[int], outers: Sequence[int], lengths: Sequence[int]
 def _pack(
     members: Sequence[torch.Tensor], widths: Sequence[int], outers: Sequence[int], rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    layout = _layout(widths, outers, [m.numel() for m in members], rows)
-    if not launch.available(members[0].device) or not launch.can_move([m.dtype for m in members], dtype, layout):
+    layout, device = _layout(widths, outers, [m.numel() for m in members], rows), members[0].device
+    way = choice.way_to_pack(layout, {m.dtype for m in members}, dtype, kernels=launch.available(device))
+    if way == "cat":
+        return torch.cat([m.reshape(-1) for m in members])
+    if way == "plain":
         return plain.pack(members, layout, dtype)
-    buffer = torch.empty(rows * layout.total, dtype=dtype, device=members[0].device)
-    launch.move(buffer, [m.resolve_conj().resolve_neg().contiguous() for m in members], layout, packing=True)
+    buffer = torch.empty(rows * layout.total, dtype=dtype, device=device)
+    launch.move(buffer, [_in_one_piece(m) for m in members], layout, packing=True)
     return buffer
 
 
@@ -113,10 +116,12 @@ def _unpack(
 ) -> list[torch.Tensor]:
     layout, kind = _layout(widths, outers, lengths, rows), dtype or buffer.dtype
     buffer = _whole(buffer, widths, rows)
-    if not launch.available(buffer.device) or not launch.can_move([kind], buffer.dtype, layout):
+    way = choice.way_to_unpack(layout, {kind}, buffer.dtype, kernels=launch.available(buffer.device))
+    if way == "plain":
         return plain.unpack(buffer, layout, kind)
-    members = [torch.empty(length, dtype=kind, device=buffer.device) for length in lengths]
-    launch.move(buffer.resolve_conj().resolve_neg().contiguous(), members, layout, packing=False)
+    like = buffer if kind is buffer.dtype else buffer.new_empty(0, dtype=kind)
+    members = [like.new_empty(length) for length in lengths]
+    launch.move(_in_one_piece(buffer), members, layout, packing=False)
     return members
 
 
@@ -130,6 +135,13 @@ def _unpack_fake(
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     return [buffer.new_empty(length, dtype=dtype or buffer.dtype) for length in lengths]
+
+
+def _in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its memory holds its values in order, else a copy. To ask costs the host least."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _whole(buffer: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:

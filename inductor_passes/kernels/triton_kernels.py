@@ -12,6 +12,11 @@ import triton.language as tl
 WORDS = 64
 """Words that one launch of `write_words` writes."""
 
+LOOKS = (32, 128, 1024)
+"""How many members a program may look at in one load; a variant each. More members: halved down to the last."""
+
+_MOST = tl.constexpr(LOOKS[-1])
+_NEVER = tl.constexpr(2**62)
 _ARGUMENTS = [f"w{i}" for i in range(WORDS)]
 
 
@@ -39,63 +44,94 @@ def write_words(
 
 
 @triton.jit
-def _member_elements(address, kind: tl.constexpr):
-    """The address as a pointer to elements of that kind."""
-    return address.to(tl.pointer_type(kind))
+def _member_elements(word, kind: tl.constexpr):
+    """The word's address as a pointer to elements of that kind."""
+    return (word >> 2).to(tl.pointer_type(kind))
+
+
+@triton.jit
+def _plus(one, other):
+    """What `tl.sum` adds with; that one is compiled even where this file is interpreted."""
+    return one + other
+
+
+@triton.jit
+def _member_of(tile, starts, members, LOOK: tl.constexpr):
+    """The last member that starts at this tile or before, by one load of up to LOOK starts; empty ones start where the
+    next does."""
+    low = tile * 0
+    if LOOK == _MOST:
+        high = members
+        while high - low > LOOK:
+            middle = (low + high) // 2
+            if tl.load(starts + middle) <= tile:
+                low = middle
+            else:
+                high = middle
+    places = low + tl.arange(0, LOOK)
+    found = tl.load(starts + places, mask=places < members, other=_NEVER)
+    return low + tl.reduce((found <= tile).to(tl.int32), 0, _plus) - 1
 
 
 @triton.jit
 def _move(
-    buffer, member, row, total, offset, width, outer, span, fits, block,
-    TILE: tl.constexpr, VECTOR: tl.constexpr, PACKING: tl.constexpr,
+    buffer, member, row, total, offset, width, outer, span, fits, first, tile,
+    CHUNK: tl.constexpr, FEW: tl.constexpr, VECTOR: tl.constexpr, PACKING: tl.constexpr,
 ):  # fmt: skip
     """One tile of one row of one member, between its memory and the buffer; elements change type on the way."""
     if fits:
-        _move_vectors(buffer, member, row, total, offset, width, span, block, TILE, VECTOR, PACKING)
+        _move_vectors(buffer, member, row, total, offset, width, span, first, tile, CHUNK, VECTOR, PACKING)
     else:
-        _move_elements(buffer, member, row, total, offset, width, outer, span, block, TILE, PACKING)
+        _move_elements(buffer, member, row, total, offset, width, outer, span, first, tile, FEW, PACKING)
 
 
 @triton.jit
 def _move_vectors(
-    buffer, member, row, total, offset, width, span, block,
-    TILE: tl.constexpr, VECTOR: tl.constexpr, PACKING: tl.constexpr,
+    buffer, member, row, total, offset, width, span, first, tile,
+    CHUNK: tl.constexpr, VECTOR: tl.constexpr, PACKING: tl.constexpr,
 ):  # fmt: skip
-    """One run, everything a multiple of VECTOR: 16 bytes at a time."""
-    places = block * TILE + tl.arange(0, TILE)
+    """One run, everything a multiple of VECTOR: 16 bytes at a time, a chunk read before any of it is written."""
     width = width // VECTOR * VECTOR  # the same number, now known to be a multiple: a hint on an argument gets lost
-    in_buffer = buffer + tl.multiple_of(row * total + offset, VECTOR) + places
-    in_member = tl.multiple_of(member + row * width, 16) + places
-    left = tl.multiple_of(tl.minimum(width, span - row * width), VECTOR)
+    first = first // VECTOR * VECTOR
+    in_buffer = buffer + tl.multiple_of(row * total + offset, VECTOR) + first
+    in_member = tl.multiple_of(member + row * width, 16) + first
+    held = tl.multiple_of(tl.minimum(width - first, tile).to(tl.int32), VECTOR)
+    left = tl.maximum(span - row * width - first, 0)
+    there = tl.multiple_of(tl.minimum(left, held).to(tl.int32), VECTOR)
     if PACKING:
-        value = tl.load(in_member, mask=places < left, other=0)
-        tl.store(in_buffer, _converted(value, buffer.dtype.element_ty), mask=places < width)
+        for start in range(0, held, CHUNK):
+            places = start + tl.arange(0, CHUNK)
+            value = tl.load(in_member + places, mask=places < there, other=0)
+            tl.store(in_buffer + places, _converted(value, buffer.dtype.element_ty), mask=places < held)
     else:
-        value = tl.load(in_buffer, mask=places < left, other=0)
-        tl.store(in_member, _converted(value, member.dtype.element_ty), mask=places < left)
+        for start in range(0, there, CHUNK):
+            places = start + tl.arange(0, CHUNK)
+            value = tl.load(in_buffer + places, mask=places < there, other=0)
+            tl.store(in_member + places, _converted(value, member.dtype.element_ty), mask=places < there)
 
 
 @triton.jit
 def _move_elements(
-    buffer, member, row, total, offset, width, outer, span, block, TILE: tl.constexpr, PACKING: tl.constexpr
+    buffer, member, row, total, offset, width, outer, span, first, tile, FEW: tl.constexpr, PACKING: tl.constexpr
 ):
-    """Any sizes, addresses and number of runs: one element at a time."""
-    places = block * TILE + tl.arange(0, TILE)
+    """Any sizes, addresses and number of runs: one element at a time, few before a store so that registers suffice."""
     inner = (width // outer).to(tl.int32)
-    run = places * 0
-    if outer > 1:
-        run = places // inner
-    here = row * inner + (places - run * inner)
-    in_buffer = buffer + (row * total + offset) + places
-    in_member = member + run.to(tl.int64) * span + here
-    held = places < width
-    there = held & (here < span)
-    if PACKING:
-        value = tl.load(in_member, mask=there, other=0)
-        tl.store(in_buffer, _converted(value, buffer.dtype.element_ty), mask=held)
-    else:
-        value = tl.load(in_buffer, mask=there, other=0)
-        tl.store(in_member, _converted(value, member.dtype.element_ty), mask=there)
+    in_buffer = buffer + (row * total + offset)
+    for start in range(first, first + tl.minimum(width - first, tile).to(tl.int32), FEW):
+        places = start + tl.arange(0, FEW)
+        run = places * 0
+        if outer > 1:
+            run = places // inner
+        here = row * inner + (places - run * inner)
+        in_member = member + run.to(tl.int64) * span + here
+        held = places < width
+        there = held & (here < span)
+        if PACKING:
+            value = tl.load(in_member, mask=there, other=0)
+            tl.store(in_buffer + places, _converted(value, buffer.dtype.element_ty), mask=held)
+        else:
+            value = tl.load(in_buffer + places, mask=there, other=0)
+            tl.store(in_member, _converted(value, member.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -107,65 +143,68 @@ def _converted(value, kind: tl.constexpr):
         return value.to(tl.float32).to(kind)
 
 
-@triton.jit(do_not_specialize=["rows", "total", "members"])
+@triton.jit(do_not_specialize=["total", "members", "shift"])
 def move_members(
-    buffer, addresses, layout, rows: tl.int64, total: tl.int64, members: tl.int64,
-    SAME: tl.constexpr, FLOAT32: tl.constexpr, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr,
-    TILE: tl.constexpr, VECTOR: tl.constexpr, PACKING: tl.constexpr,
+    buffer, addresses, layout, total: tl.int64, members: tl.int32, shift: tl.int32,
+    KINDS: tl.constexpr, LOOK: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, VECTOR: tl.constexpr,
+    PACKING: tl.constexpr,
 ):  # fmt: skip
     """Pack members into ``buffer``, or unpack them out of it. One program a tile.
 
+    What a program has to know comes in two rounds of loads: the starts of all members, then the words of its own.
+
     Args:
-        buffer: ``rows * total`` elements.
-        addresses: two int64 words a member: place and type (0 the buffer's, 1 float32, 2 bfloat16, 3 float16).
+        buffer: rows of ``total`` elements.
+        addresses: an int64 word a member: its address times 4, and its type (0 the buffer's, 1 float32, 2 bfloat16, 3
+            float16).
         layout: the words of `Layout.table`.
-        rows, total, members: the buffer's rows, elements of a row, and members.
-        SAME, FLOAT32, BFLOAT16, FLOAT16: which types there are.
-        TILE, VECTOR: as `Layout.table` was given them; TILE is a power of two.
+        total, members: elements of a row, and members.
+        shift: a tile has 2 to the power of that many elements, as `Layout.table` was told.
+        KINDS: which types there are, a bit each.
+        LOOK: one of `LOOKS`, the first that is not less than ``members``, or the last.
+        CHUNK: elements that are loaded before any of them is stored, a power of two; where vectors fit.
+        FEW: the same where they do not.
+        VECTOR: as `Layout.table` was told.
         PACKING: the direction.
     """
-    tile = tl.program_id(0).to(tl.int64)
-    low = tile * 0
-    high = members
-    while high - low > 1:  # the last member that starts at this tile or before; empty ones start where the next does
-        middle = (low + high) // 2
-        if tl.load(layout + middle * 6) <= tile:
-            low = middle
-        else:
-            high = middle
-    words = layout + low * 6
-    offset = tl.load(words + 1)
-    width = tl.load(words + 2)
-    outer = tl.load(words + 3)
-    span = tl.load(words + 4)
-    tile -= tl.load(words)
-    tiles = (width + TILE - 1) // TILE
-    row = tile // tiles
-    block = (tile - row * tiles).to(tl.int32)
-    address = tl.load(addresses + low * 2)
-    kind = tl.load(addresses + low * 2 + 1)
-    fits = (tl.load(words + 5) == 1) & (address % 16 == 0)
-    if SAME:
+    tile = tl.program_id(0)
+    index = _member_of(tile, layout, members, LOOK)
+    words = layout + members + index * 3
+    offset = tl.load(words)
+    sizes = tl.load(words + 1)
+    ends = tl.load(words + 2)
+    word = tl.load(addresses + index)
+    tile -= tl.load(layout + index).to(tl.int32)
+    width = sizes & 0xFFFFFFFF
+    outer = sizes >> 32
+    span = ends >> 1
+    kind = word & 3
+    fits = ((ends & 1) == 1) & ((word >> 2) % 16 == 0)
+    size = tl.full((), 1, tl.int32) << shift
+    tiles = ((width + size - 1) >> shift).to(tl.int32)
+    row = (tile // tiles).to(tl.int64)
+    first = (tile - tile // tiles * tiles) << shift
+    if KINDS & 1:
         if kind == 0:
             _move(
-                buffer, _member_elements(address, buffer.dtype.element_ty), row, total, offset, width, outer, span,
-                fits, block, TILE, VECTOR, PACKING,
+                buffer, _member_elements(word, buffer.dtype.element_ty), row, total, offset, width, outer, span, fits,
+                first, size, CHUNK, FEW, VECTOR, PACKING,
             )  # fmt: skip
-    if FLOAT32:
+    if KINDS & 2:
         if kind == 1:
             _move(
-                buffer, _member_elements(address, tl.float32), row, total, offset, width, outer, span, fits, block,
-                TILE, VECTOR, PACKING,
+                buffer, _member_elements(word, tl.float32), row, total, offset, width, outer, span, fits,
+                first, size, CHUNK, FEW, VECTOR, PACKING,
             )  # fmt: skip
-    if BFLOAT16:
+    if KINDS & 4:
         if kind == 2:
             _move(
-                buffer, _member_elements(address, tl.bfloat16), row, total, offset, width, outer, span, fits, block,
-                TILE, VECTOR, PACKING,
+                buffer, _member_elements(word, tl.bfloat16), row, total, offset, width, outer, span, fits,
+                first, size, CHUNK, FEW, VECTOR, PACKING,
             )  # fmt: skip
-    if FLOAT16:
+    if KINDS & 8:
         if kind == 3:
             _move(
-                buffer, _member_elements(address, tl.float16), row, total, offset, width, outer, span, fits, block,
-                TILE, VECTOR, PACKING,
+                buffer, _member_elements(word, tl.float16), row, total, offset, width, outer, span, fits,
+                first, size, CHUNK, FEW, VECTOR, PACKING,
             )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from subprocess import run
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from inductor_passes.kernels import triton_kernels
+from inductor_passes.kernels import launch, layout_of, triton_kernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -42,14 +44,17 @@ def compiled(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     return triton.compile(source, target=TARGET, options={"num_warps": 4})
 
 
+def moving(buffer: torch.Tensor, members: int, **options: Any) -> Any:
+    """A compiled `move_members` with the constants of a launch but for those given."""
+    table = torch.empty(8, dtype=torch.int64)
+    given = {"KINDS": 1, "LOOK": 32, "CHUNK": 4096, "FEW": 1024, "VECTOR": 8, "PACKING": True, **options}
+    return compiled(triton_kernels.move_members, buffer, table, table, 2**40, members, 13, **given)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_members_move_by_16_bytes(packing: bool) -> None:
-    """bfloat16 beside float32 members: 8 elements a thread are one access of 16 bytes and two of them."""
-    buffer, table = torch.empty(8, dtype=torch.bfloat16), torch.empty(8, dtype=torch.int64)
-    made = compiled(
-        triton_kernels.move_members, buffer, table, table, 2, 2**40, 3, SAME=True, FLOAT32=True, BFLOAT16=False,
-        FLOAT16=False, TILE=1024, VECTOR=8, PACKING=packing,
-    )  # fmt: skip
+    """bfloat16 beside float32 members: of 8 elements a thread, one access of 16 bytes and two of them."""
+    made = moving(torch.empty(8, dtype=torch.bfloat16), 3, KINDS=3, CHUNK=1024, PACKING=packing)
     assert made.asm["cubin"]
     text = made.asm["ptx"]
     counted = Counter(re.findall(r"(?:ld|st)\.global\.v4\.b32", text))
@@ -57,6 +62,36 @@ def test_members_move_by_16_bytes(packing: bool) -> None:
     assert counted == {f"{members}.global.v4.b32": 1 + 2, f"{buffers}.global.v4.b32": 1 + 1}
     if packing:
         assert "cvt.rn.bf16" in text and not re.search(r"cvt\.r[zmp]\.bf16", text), "rounds to nearest, as torch does"
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+@pytest.mark.parametrize("packing", [True, False])
+def test_programs_leave_room_for_others(packing: bool, kinds: int) -> None:
+    """At most 64 registers a thread and none in memory: eight programs of 128 threads a multiprocessor, or more.
+
+    With all of a tile in registers, single elements and their addresses took 255, and two programs filled it.
+    """
+    layout = layout_of((4096,), (1,), (4096,), 1)
+    types = frozenset(dtype for bit, dtype in ((1, torch.bfloat16), (2, torch.float32)) if kinds & bit)
+    work = launch.work_of(layout, torch.bfloat16, types, packing, triton_kernels.LOOKS, launch.TUNING)
+    options = dict(work.options)
+    assert options["KINDS"] == kinds
+    warps = options.pop("num_warps")
+    assert warps == 4, "what `compiled` compiles for"
+    made = moving(torch.empty(8, dtype=torch.bfloat16), 3, **options)
+    used = registers(made.asm["cubin"])
+    assert used["REG"] <= 64 and used["STACK"] == 0
+
+
+def registers(cubin: bytes) -> dict[str, int]:
+    """What a kernel takes of a multiprocessor, as the tool that comes with triton reads it from the machine code."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", text)}
 
 
 def test_tables_are_written_by_one_variant() -> None:
@@ -68,11 +103,20 @@ def test_tables_are_written_by_one_variant() -> None:
     assert made.asm["cubin"] and len(re.findall(r"st\.global\.b64", made.asm["ptx"])) == triton_kernels.WORDS
 
 
-def test_numbers_of_a_bucket_make_no_variant() -> None:
+def test_numbers_of_a_bucket_make_few_variants() -> None:
+    """Neither addresses, sizes nor tiles make one. The number of members makes three."""
     buffer, table = torch.empty(8), torch.empty(8, dtype=torch.int64)
-    flags = {"SAME": True, "FLOAT32": False, "BFLOAT16": False, "FLOAT16": False, "PACKING": True}
-    flags |= {"TILE": 4096, "VECTOR": 4}
-    kernel = triton_kernels.move_members
-    assert specialised(kernel, buffer, table, table, 1, 16, 1, **flags) == specialised(
-        kernel, buffer, table, table, 8, 2**40 + 1, 1000, **flags
-    )
+    kernel, constants = triton_kernels.move_members, set()
+
+    def variant(members: int, width: int) -> list[tuple[str, Any]]:
+        layout = layout_of((width,) * members, (1,) * members, (width,) * members, 8)
+        work = launch.work_of(
+            layout, torch.float32, frozenset([torch.float32]), True, triton_kernels.LOOKS, launch.TUNING
+        )
+        constants.add((work.shift, work.options["LOOK"]))
+        return specialised(kernel, buffer, table, table, layout.total, members, work.shift, **work.options)
+
+    few, some, many = (variant(members, 16) for members in (1, 33, 129))
+    assert variant(32, 2**20 + 1) == few and variant(128, 2**30) == some and variant(5000, 1) == many
+    assert few != some != many != few
+    assert {look for _, look in constants} == set(triton_kernels.LOOKS) and len({tile for tile, _ in constants}) > 1

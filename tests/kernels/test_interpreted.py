@@ -8,13 +8,19 @@ from types import ModuleType
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inductor_passes.kernels import Layout, launch, layout_of, plain
 from tests.kernels.buckets import FLOATS, layouts, memory, same_bits
 
-TILE_BYTES = 64
+TILES = launch.Tuning(tile_bytes=64)
+"""Small buckets are many tiles; a tile is one chunk."""
+
+CHUNKS = launch.Tuning(tile_bytes=4096, warps=1, thread_bytes=16)
+"""A tile is several chunks, of vectors as of single elements."""
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +35,25 @@ def kernels() -> ModuleType:
     return module
 
 
+def write_found(found, tile, starts, members, FIND: tl.constexpr, LOOK: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(found, FIND(tile, starts, members, LOOK))
+
+
 def there_and_back(
-    kernels: ModuleType, members: Sequence[torch.Tensor], layout: Layout, dtype: torch.dtype, start: int = 0
-) -> None:
+    kernels: ModuleType, members: Sequence[torch.Tensor], layout: Layout, dtype: torch.dtype, start: int = 0,
+    tuning: launch.Tuning = TILES,
+) -> None:  # fmt: skip
     """Pack, compare with torch, unpack, compare with torch; the buffer `start` elements behind an aligned address."""
     count = layout.rows * layout.total
     buffer = memory(count, dtype, 99, start)
     expected = plain.pack(members, layout, dtype)
-    launch.move(buffer, members, layout, packing=True, kernels=kernels, keep=False, tile_bytes=TILE_BYTES)
+    launch.move(buffer, members, layout, packing=True, kernels=kernels, keep=False, tuning=tuning)
     assert same_bits(buffer, expected)
     kind = members[0].dtype
     back = [memory(length + 1, kind, i, start) for i, length in enumerate(layout.lengths)]
     behind = [one[-1].item() for one in back]
     launch.move(
-        buffer, [one[:-1] for one in back], layout, packing=False, kernels=kernels, keep=False, tile_bytes=TILE_BYTES
+        buffer, [one[:-1] for one in back], layout, packing=False, kernels=kernels, keep=False, tuning=tuning
     )
     assert all(same_bits(one[:-1], full) for one, full in zip(back, plain.unpack(buffer, layout, kind), strict=True))
     assert [one[-1].item() for one in back] == behind, "nothing is written behind the end"
@@ -68,11 +79,35 @@ def test_vectors_and_single_elements_side_by_side(kernels: ModuleType, dtype: to
     there_and_back(kernels, members, layout, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_tiles_of_several_chunks(kernels: ModuleType, dtype: torch.dtype) -> None:
+    """Padding, ends and a cast in the middle of a tile and in a later tile; one run and several."""
+    layout = layout_of((2560, 1301, 1200), (1, 1, 3), (4800, 2599, 2385), 2)
+    other = torch.float16 if dtype in FLOATS else dtype
+    members = [memory(n, (dtype, other)[i % 2], i, i % 2) for i, n in enumerate(layout.lengths)]
+    there_and_back(kernels, members, layout, dtype, tuning=CHUNKS)
+
+
 def test_all_floats_in_one_bucket(kernels: ModuleType) -> None:
     layout = layout_of((16, 8, 3, 0, 8), (1, 1, 1, 1, 2), (32, 16, 5, 0, 14), 2)
     for dtype in FLOATS:
         members = [memory(n, FLOATS[i % 3], i) for i, n in enumerate(layout.lengths)]
         there_and_back(kernels, members, layout, dtype)
+
+
+@pytest.mark.parametrize("count", [31, 33, 128, 129, 1024, 1025, 2500])
+def test_members_are_found(kernels: ModuleType, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One load of starts for up to 1024 members, halved down to that for more; empty members are never found."""
+    sizes = tuple(0 if i % 7 == 3 else 1 for i in range(count))
+    where = torch.tensor(layout_of(sizes, (1,) * count, sizes, 1).table(1, 1)[0][:count])
+    look = next((look for look in kernels.LOOKS if look >= count), kernels.LOOKS[-1])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    find = triton.jit(write_found)
+    full = [i for i, size in enumerate(sizes) if size]
+    for tile in (0, 1, 2, 3, len(full) // 2, len(full) - 1):
+        found = torch.full((1,), -1)
+        find[(1,)](found, tile, where, count, FIND=kernels._member_of, LOOK=look)
+        assert found.item() == full[tile]
 
 
 def test_more_members_than_one_launch_writes_addresses(kernels: ModuleType) -> None:
@@ -84,8 +119,9 @@ def test_more_members_than_one_launch_writes_addresses(kernels: ModuleType) -> N
 
 
 def test_nothing_to_move_is_no_launch() -> None:
-    layout = layout_of((0, 0), (1, 1), (0, 0), 2)
-    launch.move(torch.empty(0), [torch.empty(0)] * 2, layout, packing=True, kernels=ModuleType("none"))
+    layout, none = layout_of((0, 0), (1, 1), (0, 0), 2), ModuleType("none")
+    none.__dict__["LOOKS"] = (32,)
+    launch.move(torch.empty(0), [torch.empty(0)] * 2, layout, packing=True, kernels=none)
 
 
 def test_tables_are_kept_by_what_they_say(kernels: ModuleType) -> None:
@@ -101,7 +137,7 @@ def test_tables_are_kept_by_what_they_say(kernels: ModuleType) -> None:
             return write
 
     counted = ModuleType("counted")
-    counted.__dict__.update(WORDS=kernels.WORDS, move_members=kernels.move_members, write_words=Counted())
+    counted.__dict__.update(vars(kernels) | {"write_words": Counted()})
     layout, buffer = layout_of((4, 4), (1, 1), (4, 4), 1), torch.empty(8)
     first, second = memory(4, torch.float32, 0), memory(4, torch.float32, 1)
 
@@ -111,10 +147,10 @@ def test_tables_are_kept_by_what_they_say(kernels: ModuleType) -> None:
         assert torch.equal(buffer, torch.cat(members))
         return list(written)
 
-    assert packed(True, first, second) == [12, 4]
+    assert packed(True, first, second) == [8, 2]
     assert packed(True, first, second) == []
-    assert packed(True, second, first) == [4], "other addresses, the same layout"
-    assert packed(False, first, second) == [12, 4]
+    assert packed(True, second, first) == [2], "other addresses, the same layout"
+    assert packed(False, first, second) == [8, 2]
 
 
 def test_what_the_kernels_move() -> None:

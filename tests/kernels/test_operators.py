@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inductor_passes.kernels import layout_of, pack, plain, unpack
+from inductor_passes.kernels import choice, launch, layout_of, pack, plain, unpack
 from tests.kernels.buckets import FLOATS, layouts, memory, reference_pack, same_bits
 
 
@@ -110,3 +110,48 @@ def test_a_layout_that_takes_part_of_a_buffer_is_plain() -> None:
     layout = layout_of((2, 3), (1, 1), (4, 5), 2)
     assert (layout.offsets, layout.total) == ((0, 2), 5)
     assert plain.unpack(torch.arange(10.0), layout, torch.float32)[1].tolist() == [2.0, 3.0, 4.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("widths", "outers", "lengths", "rows", "types", "way"),
+    [
+        ((4, 3), (1, 1), (4, 3), 1, {torch.float32}, "cat"),
+        ((4, 6), (2, 3), (4, 6), 1, {torch.float32}, "cat"),
+        ((4, 3), (1, 1), (4, 2), 1, {torch.float32}, "kernel"),
+        ((4, 3), (1, 1), (4, 3), 1, {torch.bfloat16}, "kernel"),
+        ((4, 3), (1, 1), (4, 3), 1, {torch.float32, torch.bfloat16}, "kernel"),
+        ((4, 3), (1, 1), (8, 6), 2, {torch.float32}, "kernel"),
+        ((4, 3), (1, 1), (4, 3), 1, {torch.int32}, "plain"),
+    ],
+)
+def test_what_packs_a_bucket(
+    widths: tuple[int, ...], outers: tuple[int, ...], lengths: tuple[int, ...], rows: int, types: set[torch.dtype],
+    way: str,
+) -> None:  # fmt: skip
+    """`cat` where the buffer is just that, a kernel for the rest where there is one and it knows the types."""
+    layout = layout_of(widths, outers, lengths, rows)
+    assert choice.way_to_pack(layout, types, torch.float32, kernels=True) == way
+    assert choice.way_to_pack(layout, types, torch.float32, kernels=False) == ("cat" if way == "cat" else "plain")
+    below = "plain" if way == "plain" else "kernel"
+    assert choice.way_to_unpack(layout, types, torch.float32, kernels=True) == below
+    assert choice.way_to_unpack(layout, types, torch.float32, kernels=False) == "plain"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2, torch.complex64, torch.bool, torch.int64])
+def test_joining_as_it_is_keeps_bits(dtype: torch.dtype) -> None:
+    """Whatever bits there are, NaN with a payload among them; and a strided, an empty and a lone member."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 2 if dtype is torch.bool else 256, (16 * 24,), dtype=torch.uint8, generator=generator)
+    full = words.view(dtype)[:24].view(4, 6)
+    members = [full, full.t(), full[:0], full[1:, ::2]]
+    sizes = [m.numel() for m in members]
+    buffer = pack(members, sizes, [1] * 4, 1, dtype)
+    expected = b"".join(m.contiguous().view(torch.uint8).numpy().tobytes() for m in members)
+    assert buffer.view(torch.uint8).numpy().tobytes() == expected
+    alone = pack([full], [24], [1], 1, dtype)
+    assert same_bits(alone, full.flatten()) and alone.data_ptr() != full.data_ptr()
+
+
+def test_tiles_grow_with_the_buffer() -> None:
+    sizes = [launch.tile_bytes(megabytes << 20) for megabytes in (0, 1, 16, 32, 64, 256, 1024)]
+    assert sizes == [8192, 8192, 8192, 16384, 32768, 131072, 131072]
