@@ -6,11 +6,12 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+LONG = 30.0
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _KINDS = (
     ("communication", re.compile(r"nccl", re.I)),
@@ -44,6 +45,7 @@ class StepProfile:
         busy: something runs.
         exposed: only communication runs.
         idle: nothing runs.
+        waiting: nothing runs for more than `LONG` microseconds on end: the host is behind.
         kinds: seconds of every kind added up, overlapping or not.
         launches: kernels and copies.
         largest: the kernels that take longest together, by name.
@@ -53,13 +55,15 @@ class StepProfile:
     busy: float
     exposed: float
     idle: float
+    waiting: float
     launches: float
     kinds: Mapping[str, float] = field(default_factory=dict)
     largest: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as JSON values, rounded to microseconds."""
-        numbers = {name: round(getattr(self, name), 3) for name in ("span", "busy", "exposed", "idle", "launches")}
+        names = ("span", "busy", "exposed", "idle", "waiting", "launches")
+        numbers = {name: round(getattr(self, name), 3) for name in names}
         return numbers | {
             "kinds": {k: round(v, 3) for k, v in sorted(self.kinds.items())},
             "largest": {k: round(v, 3) for k, v in self.largest.items()},
@@ -96,7 +100,8 @@ def summarise(kernels: Sequence[Kernel], steps: int, *, names: int = 12) -> Step
     if not kernels or steps < 1:
         raise ValueError(f"expected kernels of at least one step, found {len(kernels)} of {steps}")
     span = max(k.end for k in kernels) - min(k.start for k in kernels)
-    busy = _covered((k.start, k.end) for k in kernels)
+    gaps = list(_gaps((k.start, k.end) for k in kernels))
+    busy = span - sum(gaps)
     computing = _covered((k.start, k.end) for k in kernels if k.kind != "communication")
     kinds: Counter[str] = Counter()
     by_name: Counter[str] = Counter()
@@ -109,10 +114,20 @@ def summarise(kernels: Sequence[Kernel], steps: int, *, names: int = 12) -> Step
         busy=busy * share,
         exposed=(busy - computing) * share,
         idle=(span - busy) * share,
+        waiting=sum(gap for gap in gaps if gap > LONG) * share,
         launches=len(kernels) / steps,
         kinds={kind: total * share for kind, total in kinds.items()},
         largest={name: total * share for name, total in by_name.most_common(names)},
     )
+
+
+def _gaps(intervals: Iterable[tuple[float, float]]) -> Iterator[float]:
+    """Lengths of what no interval covers, between the first and the last."""
+    reached = None
+    for start, end in sorted(intervals):
+        if reached is not None and start > reached:
+            yield start - reached
+        reached = end if reached is None else max(reached, end)
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

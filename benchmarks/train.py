@@ -62,6 +62,9 @@ VARIANTS = MappingProxyType(
         "recorded": Variant(captured=True, recorded=True, options={"overlap": 1}),
         "recorded_coalesced": Variant(captured=True, recorded=True, options={"overlap": 1, "coalesced": GATHERS}),
         "recorded_kernels": Variant(captured=True, recorded=True, options={"overlap": 1, "kernels": "triton"}),
+        "recorded_packed": Variant(
+            captured=True, recorded=True, options={"overlap": 1, "coalesced": GATHERS, "kernels": "triton"}
+        ),
         "recorded_graph": Variant(captured=True, recorded=True, options={"order": "graph", "cap_mb": 500.0}),
         "kernels": Variant(captured=True, options={"overlap": 1, "kernels": "triton"}),
         "bound": Variant(bound=True),
