@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import types
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,6 +118,33 @@ def test_of_each_repeat_the_slowest_rank_counts_and_of_the_repeats_the_quickest(
     two = {**one, "all_gather": [[4.0, 1.0, 2.0], [1.0, 9.0, 8.0]]}
     expected = {"all_gather": [3.0, 7.0], "reduce_scatter": [1.0, 7.0], "all_reduce": [1.0, 7.0]}
     assert comm_timing.shortest([one, two]) == comm_timing.shortest([two, one]) == expected
+
+
+def test_an_accelerator_is_asked_for_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is idle before the first event, and the second is waited for before it is read."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            done.append("read")
+            return 250.0
+
+    module = types.SimpleNamespace(Event=Event, synchronize=lambda device: done.append(f"idle {device}"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    calls = [lambda: done.append("a"), lambda: done.append("b")]
+    found = comm_timing._seconds(calls, lambda: done.append("meet"), torch.device("cuda", 1), 2)
+    timed = [["meet", "idle cuda:1", "record", name, "record", "wait", "read"] for name in "abab"]
+    assert found == [[0.25, 0.25], [0.25, 0.25]]
+    assert done == ["a", "b"] * comm_timing.WARM_UP + sum(timed, [])
 
 
 # ---- the cap ----
