@@ -7,6 +7,7 @@ import sys
 
 NAMES = {
     "train": "step time, tokens/s, peak memory and losses of each way to run FSDP2 (start with torchrun)",
+    "comm": "latency and bandwidth of collectives, predicted and measured, and bucket sizes (start with torchrun)",
     "classify": "what each collective is: ours against torch's own, growth with the graph, networkx's share",
     "bucketing": "merging gathers: ours against torch's own, memory, growth with the graph",
     "passes": "growth with the graph: overlap, coalesced buckets, fusion, guard, reconciling, ledger",

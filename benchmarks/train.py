@@ -95,7 +95,7 @@ class Figures:
 def main() -> int:
     """Measure every variant; rank 0 prints a line each and the last line is JSON."""
     args = _arguments()
-    device = _start()
+    device = start()
     results = []
     for name in args.variants:
         results.append(_measure(name, VARIANTS[name], args, device))
@@ -141,7 +141,8 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _start() -> torch.device:
+def start() -> torch.device:
+    """Join the default group that torchrun describes: NCCL on this rank's GPU, or gloo."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -13,6 +13,8 @@ from torch._dynamo import register_backend
 from . import upstream
 from .backend import NAME, collective_identity
 from .bucketing import bucket_collectives
+from .comm_costs import CommCosts, KindCosts
+from .comm_timing import measure_comm_costs
 from .debugging import debugify
 from .dedup import dedup_reduce_scatters
 from .device_policy import FALLBACK, OperatorPolicy, register_policy
@@ -24,7 +26,7 @@ if not entry_points(group="torch_dynamo_backends", name=NAME):
     register_backend(collective_identity, name=NAME)
 
 __all__ = [
-    "FALLBACK", "LiteState", "OperatorPolicy", "bucket_collectives", "collective_identity", "debugify",
-    "dedup_reduce_scatters", "fuse_tensor_parallel", "lite_state", "one_trace", "register_policy",
-    "strict_lite_options",
+    "CommCosts", "FALLBACK", "KindCosts", "LiteState", "OperatorPolicy", "bucket_collectives", "collective_identity",
+    "debugify", "dedup_reduce_scatters", "fuse_tensor_parallel", "lite_state", "measure_comm_costs", "one_trace",
+    "register_policy", "strict_lite_options",
 ]
