@@ -146,3 +146,10 @@ def scaler_found(scaler: Any, optimizer: Any) -> torch.Tensor:
 def address_of(tensor: torch.Tensor) -> int:
     """Where this rank's part of a tensor lies: ``DTensor._local_tensor``, torch/distributed/tensor/_api.py."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
+
+
+def forget_flight_record() -> None:
+    """Empty NCCL's flight recorder (``_reset_fr_recording_nccl``, torch/csrc/distributed/c10d/init.cpp)."""
+    reset = getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None)
+    if reset is not None:
+        reset()

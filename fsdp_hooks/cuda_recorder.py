@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from . import compat_step
+
 
 class Recorder(Protocol):
     """Runs a step, or records its launches."""
@@ -40,9 +42,11 @@ class CudaRecorder:
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], object]]:
         """Record into a memory pool of the graph's own.
 
-        Other threads may call CUDA meanwhile (``thread_local``): NCCL's watchdog does.
+        Other threads may call CUDA meanwhile (``thread_local``): NCCL's watchdog does. The flight recorder is emptied:
+        it would ask recorded collectives for events that never happen, and log an error for each.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             returned = run()
+        compat_step.forget_flight_record()
         return returned, graph.replay

@@ -1,13 +1,15 @@
 """What was a step recorded with, that a plain step would follow and a CUDA graph cannot?
 
-Everything is taken when the step is recorded and compared at every call, so it has to be cheap. Tensors and other
-objects are compared by identity, and kept alive by being held here.
+Taken when the step is recorded and compared at every call, while the device may be waiting, so it is flat and cheap:
+objects are compared by identity and kept alive by being held, the rest by value. Words are for a difference only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,83 +17,115 @@ from torch import nn
 from . import compat_step
 from .runtime import BINDINGS, UNIT
 
-_NONE = object()
 
+@dataclass(slots=True)
+class Facts:
+    """What holds at one time, in an order that only the model's structure decides.
 
-class Fact(NamedTuple):
-    """One thing, where it is, and its value."""
+    Attributes:
+        objects: modules, parameters, optimizer state, FSDP2's options.
+        values: flags, addresses, hyperparameters.
+        words: for each of the objects, then for each of the values, what it is; empty unless asked for.
+    """
 
-    place: tuple[str, ...]
-    what: str
-    value: Any
+    objects: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    words: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
 
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, in_words: bool = False
+    ) -> Facts:
+        """What holds now."""
+        made = cls()
+        for name, module in model.named_modules():
+            made._module(module, name, in_words)
+        for number, optimizer in enumerate(optimizers):
+            made._optimizer(optimizer, f"optimizer {number}", in_words)
+        return made
 
-def facts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Fact]:
-    """What holds now, in an order that only changes of the model's structure change."""
-    return [*_of_model(model), *_of_optimizers(optimizers)]
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Facts)
+            and len(self.objects) == len(other.objects)
+            and all(map(operator.is_, self.objects, other.objects))
+            and self.values == other.values
+        )
 
+    __hash__ = None  # type: ignore[assignment]
 
-def difference(before: Sequence[Fact], now: Sequence[Fact]) -> str | None:
-    """The first thing that is not as it was, in words; None if all is."""
-    if len(before) == len(now) and all(_same(a.value, b.value) for a, b in zip(before, now, strict=True)):
-        return None
-    held = {(fact.place, fact.what): fact.value for fact in before}
-    for fact in now:
-        was = held.get((fact.place, fact.what), _NONE)
-        if not _same(was, fact.value):
-            return _sentence(fact, was, fact.value)
-    found = {(fact.place, fact.what) for fact in now}
-    gone = next(fact for fact in before if (fact.place, fact.what) not in found)
-    return _sentence(gone, gone.value, None)
+    def _module(self, module: nn.Module, name: str, in_words: bool) -> None:
+        held = module.__dict__
+        bindings = held.get(BINDINGS, {})
+        parameters, buffers = held["_parameters"], held["_buffers"]
+        self.objects.append(module)
+        self.objects += parameters.values()
+        self.objects += [bindings[attribute].spec for attribute in parameters if attribute in bindings]
+        self.values += (held["training"], compat_step.hooks_of(module))
+        if UNIT in held:
+            accumulated = held[UNIT][0].accumulated
+            self.values.append([fqn for fqn, one in accumulated.items() if one.waits])
+        for parameter in parameters.values():
+            if parameter is not None:
+                self.values += (parameter.requires_grad, compat_step.address_of(parameter))
+        self.values += [compat_step.address_of(one) for one in buffers.values() if one is not None]
+        if in_words:
+            objects, values = self.words
+            place = f" of {name or 'the model'}"
+            objects.append(f"module{place}")
+            objects += [f"parameter {attribute}{place}" for attribute in parameters]
+            objects += [f"FSDP2's options for {attribute}{place}" for attribute in parameters if attribute in bindings]
+            values += (f"train() or eval(){place}", f"hooks{place}")
+            if UNIT in held:
+                values.append(f"gradients that wait for communication{place}")
+            for attribute in [key for key, one in parameters.items() if one is not None]:
+                values += (f"requires_grad of {attribute}{place}", f"memory of {attribute}{place}")
+            values += [f"memory of {attribute}{place}" for attribute, one in buffers.items() if one is not None]
 
-
-def _sentence(fact: Fact, was: Any, now: Any) -> str:
-    return f"{fact.what} of {'.'.join(filter(None, fact.place)) or 'the model'}: {_say(was)}, then {_say(now)}"
-
-
-def _of_model(model: nn.Module) -> Iterator[Fact]:
-    for name, module in model.named_modules():
-        yield Fact((name,), "train() or eval()", module.training)
-        yield Fact((name,), "hooks", compat_step.hooks_of(module))
-        for unit in module.__dict__.get(UNIT, ())[:1]:
-            waiting = tuple(fqn for fqn, held in unit.accumulated.items() if held.waits)
-            yield Fact((name,), "gradients that wait for communication", waiting)
-        bindings = module.__dict__.get(BINDINGS, {})
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            place = (name, attribute)
-            yield Fact(place, "tensor", parameter)
-            yield Fact(place, "memory", compat_step.address_of(parameter))
-            yield Fact(place, "requires_grad", parameter.requires_grad)
-            if attribute in bindings:
-                yield Fact(place, "FSDP2's options", bindings[attribute].spec)
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None:
-                yield Fact((name, attribute), "memory", compat_step.address_of(buffer))
-
-
-def _of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Fact]:
-    for number, optimizer in enumerate(optimizers):
+    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, in_words: bool) -> None:
+        objects, values = self.words
         for index, group in enumerate(optimizer.param_groups):
-            place = (f"optimizer {number}", f"group {index}")
-            for option, value in group.items():
-                if option != "params":
-                    yield Fact(place, option, value)
+            place = f" of {name}, group {index}"
+            given = {key: value for key, value in group.items() if key != "params"}
+            tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+            self.objects += tensors.values()
+            self.values += [value for key, value in given.items() if key not in tensors]
+            if in_words:
+                objects += [f"{key}{place}" for key in tensors]
+                values += [f"{key}{place}" for key in given if key not in tensors]
             for position, parameter in enumerate(group["params"]):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    yield Fact((*place, f"parameter {position}"), key, value)
+                state = optimizer.state.get(parameter, {})
+                self.objects.append(parameter)
+                self.objects += state.values()
+                if in_words:
+                    objects.append(f"parameter {position}{place}")
+                    objects += [f"{key} of parameter {position}{place}" for key in state]
 
 
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    return type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b)
+def difference(
+    before: Facts, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> str | None:
+    """The first thing that is not as it was, in words; None if all is."""
+    if before == Facts.of(model, optimizers):
+        return None
+    now = Facts.of(model, optimizers, in_words=True)
+    objects, values = now.words
+    for word, was, one in _pairs(objects, before.objects, now.objects):
+        if was is not one:
+            return f"{word}: {_say(was)}, then {_say(one)}"
+    for word, was, one in _pairs(values, before.values, now.values):
+        if was != one:
+            return f"{word}: {_say(was)}, then {_say(one)}"
+    return f"number of modules, parameters or state: {len(before.objects)}, then {len(now.objects)}"
+
+
+def _pairs(words: Iterable[str], before: Iterable[Any], now: Iterable[Any]) -> Iterable[tuple[str, Any, Any]]:
+    return zip(words, before, now, strict=False)
 
 
 def _say(value: Any) -> str:
-    if value is _NONE or value is None:
+    if value is None:
         return "none"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    return repr(value)
+    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .cuda_recorder import Recorder
 from .errors import InstallError
-from .recorded_facts import Fact, difference, facts
+from .recorded_facts import Facts, difference
 from .step_inputs import Batch
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -39,7 +39,7 @@ class Recording:
     parameters: tuple[torch.Tensor, ...]
     before: Gradients
     after: Gradients
-    facts: tuple[Fact, ...]
+    facts: Facts
     run: Callable[[], object]
 
     @classmethod
@@ -60,7 +60,7 @@ class Recording:
         batch = Batch(tuple(one.clone() for one in given.tensors), given.fixed, given.spec)
         args, kwargs = batch.with_tensors(batch.tensors)
         parameters = _parameters(model, optimizers)
-        before, held = _gradients(parameters), facts(model, optimizers)
+        before, held = _gradients(parameters), Facts.of(model, optimizers)
         try:
             returned, run = recorder.record(lambda: step(*args, **kwargs))
         except (RuntimeError, torch.AcceleratorError) as error:
@@ -69,7 +69,7 @@ class Recording:
                 f"recorded ({str(error).splitlines()[0]}): leave .item(), printing of losses, checks for NaN and "
                 "copies from the CPU to the code around the step, and compile it in the warm-up (raise warmup)"
             ) from error
-        changed = difference(held, facts(model, optimizers))
+        changed = difference(held, model, optimizers)
         if changed:
             raise InstallError(
                 f"record_step expects a step that changes tensors in place and nothing else, found one that changes "
@@ -89,7 +89,7 @@ class Recording:
                     f"record_step expects a step that returns tensors or None, found {one!r}, which no replay could "
                     "renew: return a tensor, or keep it out"
                 )
-        return cls(batch, tuple(leaves), spec, parameters, before, after, tuple(held), run)
+        return cls(batch, tuple(leaves), spec, parameters, before, after, held, run)
 
     def takes(self, given: Batch) -> bool:
         """Whether a batch has the shapes, dtypes, devices and other arguments of the recorded one."""
@@ -102,7 +102,7 @@ class Recording:
             if parameter.grad is not was and not zeroed_inside:
                 name, _ = _named(model, self.parameters)[number]
                 return f"gradient of {name}: {_say(was)}, then {_say(parameter.grad)}"
-        return difference(self.facts, facts(model, optimizers))
+        return difference(self.facts, model, optimizers)
 
     def replay(self, given: Batch) -> Any:
         """One step with the tensors of a batch."""
