@@ -128,7 +128,7 @@ def layout_of(args: Namespace, device: torch.device) -> Layout:
         return Layout(device, mesh, None, dist.get_rank())
     mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("dp", "tp"))
     layout = Layout(device, mesh["dp"], mesh["tp"], mesh.get_local_rank("dp"))
-    if device.type == "cuda":
+    if device.type == "cuda" and size > 1:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         enable_symm_mem_for_group(mesh["tp"].get_group().group_name)

@@ -81,15 +81,16 @@ class Figures:
 
 def measure(name: str, variant: Variant, args: Namespace, layout: Layout) -> Figures:
     """The figures of one variant; one that raises gives its error instead."""
-    try:
-        with fresh_cache() if args.fresh_caches and variant.compiles else nullcontext():
+    with fresh_cache() if args.fresh_caches and variant.compiles else nullcontext():
+        try:
             figures = _measure(name, variant, args, layout)
             if args.warm and variant.compiles:
                 seconds, hits = _again(variant, args, layout)
                 figures = replace(figures, warm_step_s=seconds, cache_hits={**(figures.cache_hits or {}), "warm": hits})
             return figures
-    except Exception as error:  # told in the row; the other variants go on
-        return Figures(name, error=f"{type(error).__name__}: {str(error)[:500]}")
+        except Exception as error:  # told in the row; the other variants go on
+            text = f"{type(error).__name__}: {str(error).strip()}"
+            return Figures(name, error=text.splitlines()[0][:400])
 
 
 def _measure(name: str, variant: Variant, args: Namespace, layout: Layout) -> Figures:
