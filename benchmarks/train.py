@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.models import SHAPES
 from benchmarks.train_checks import faults
-from benchmarks.train_layouts import LAYOUTS, LayoutError, layout_of, start
+from benchmarks.train_layouts import LAYOUTS, Layout, LayoutError, layout_of, start
 from benchmarks.train_measure import Figures, measure
 from benchmarks.train_variants import VARIANTS
 
@@ -31,13 +31,19 @@ TOLD = ("model", "layout", "batch", "window", "precision")
 
 
 def main() -> int:
-    """Measure every variant; rank 0 prints a line each and the last line is JSON."""
-    args = _arguments()
+    """Run what the command line asks for; 0, or 1 if a variant of this package or a baseline failed."""
+    args = arguments()
     device = start()
     try:
-        layout = layout_of(args, device)
+        return run(args, layout_of(args, device))
     except LayoutError as error:
         raise SystemExit(f"benchmarks train: {error}") from None
+    finally:
+        dist.destroy_process_group()
+
+
+def run(args: argparse.Namespace, layout: Layout) -> int:
+    """Measure every variant; rank 0 prints a line each and the last line is JSON. The exit status."""
     ranks: list[list[Figures]] = [[] for _ in range(dist.get_world_size())]
     for name in args.variants:
         everyone: list[Figures | None] = [None] * len(ranks)
@@ -54,7 +60,7 @@ def main() -> int:
                 {
                     "benchmark": "train",
                     "torch": torch.__version__,
-                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                    "device": torch.cuda.get_device_name() if layout.device.type == "cuda" else "cpu",
                     "ranks": len(ranks),
                     "mesh": list(layout.data.shape) + ([layout.ranks_a_batch] if layout.tensor is not None else []),
                     **{k: getattr(args, k) for k in TOLD},
@@ -65,11 +71,11 @@ def main() -> int:
             ),
             flush=True,
         )
-    dist.destroy_process_group()
     return 1 if failed else 0
 
 
-def _arguments() -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
+    """The command line; what does not go together ends the program with a sentence."""
     parser = argparse.ArgumentParser(prog="torchrun -m benchmarks train", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--layout", choices=LAYOUTS, default="fsdp")
