@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from collective_identity.compat import torch_version
 from inductor_passes.upstream import inductor_option_exists
 
 
@@ -41,7 +42,8 @@ def _ours(layouts: tuple[str, ...] = ("fsdp", "hsdp", "fsdp_tp"), **options: Any
 
 
 def _upstream(*, buckets: bool = False, overlap: bool = False) -> Variant:
-    """Torch's own passes on the captured graph, ours off; what the scheduler's options are called depends on torch."""
+    """Torch's own passes on the captured graph, ours off: buckets over the whole graph, and the scheduler, which makes
+    buckets of its own."""
     options: dict[str, Any] = {"bucketing": False}
     if buckets:
         options |= {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
@@ -49,8 +51,9 @@ def _upstream(*, buckets: bool = False, overlap: bool = False) -> Variant:
         group = "aten_distributed_optimizations"
         options |= {f"{group}.{name}": True for name in ("enable_overlap_scheduling", "insert_overlap_deps")}
         options[f"{group}.collective_bucketing"] = True
-        if inductor_option_exists(f"{group}.enable_fusion_regions"):
-            options[f"{group}.enable_fusion_regions"] = False  # up to 2.12 identities cannot be followed through them
+        regions = f"{group}.enable_fusion_regions"
+        if torch_version() < (2, 13) and inductor_option_exists(regions):
+            options[regions] = False  # identities cannot be followed through them before
     return Variant(captured=True, options=options, upstream=True)
 
 
