@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from argparse import Namespace
@@ -140,6 +141,7 @@ def _built(
 ) -> Iterator[tuple[Callable[[], float], ci.Handle | None]]:
     """One step of the variant as a call; of a captured one, in a session."""
     torch._dynamo.reset()
+    gc.collect()  # nothing of the variant before may count in the memory of this one
     model = build(args.model, layout.device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.precision == "bf16" else MixedPrecisionPolicy()
     if not variant.bound:
