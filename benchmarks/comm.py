@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import show
-from benchmarks.train import start
+from benchmarks.train_layouts import start
 from inductor_passes import measure_comm_costs
 from inductor_passes.comm_timing import SIZES, time_collectives
 from inductor_passes.options import KINDS

@@ -64,10 +64,11 @@ class OneRowEach(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, window, width]`` to the same."""
-        layers = (*self.attention.children(), self.gate, self.up, self.first_norm, self.second_norm)
+        mlp = self.feed_forward
+        layers = (*self.attention.children(), mlp.gate, mlp.up, self.first_norm, self.second_norm)
         for layer in layers:
             x = x * layer.weight.view(-1, x.shape[-1])[0]  # type: ignore[operator, union-attr]
-        return x * self.down.weight.t()[0]
+        return x * mlp.down.weight.t()[0]
 
 
 class InRegion(Block):
@@ -75,7 +76,7 @@ class InRegion(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, window, width]`` to the same."""
-        layers = (*self.attention.children(), self.gate, self.up, self.down, self.first_norm, self.second_norm)
+        layers = (*self.attention.children(), *self.feed_forward.children(), self.first_norm, self.second_norm)
         return self.region(x, tuple(layer.weight for layer in layers))
 
     @torch.compiler.nested_compile_region

@@ -106,8 +106,7 @@ def _marked(block: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = x + block.attention(block.first_norm(x))
         with fx_traceback.annotate({"compile_with_inductor": 0}):
-            y = block.second_norm(x)
-            y = block.down(torch.nn.functional.silu(block.gate(y)) * block.up(y))
+            y = block.feed_forward(block.second_norm(x))
         return x + y
 
     return forward
