@@ -145,24 +145,34 @@ def move(
     device, dtype = buffer.device, buffer.dtype
     types = frozenset([m.dtype for m in members])
     if kernels is None:
-        kernels = import_module(f"{__package__}.triton_kernels")
+        kernels = _kernels()
     work = work_of(layout, dtype, types, packing, kernels.LOOKS, tuning)
     if not work.grid[0]:
         return
     if len(types) == 1:
         kind = _kind(next(iter(types)), dtype)
-        words = tuple([m.data_ptr() << 2 | kind for m in members])
+        words = tuple([address << 2 | kind for address in map(torch.Tensor.data_ptr, members)])
     else:
         words = tuple([m.data_ptr() << 2 | _kind(m.dtype, dtype) for m in members])
     plain = buffer if dtype in _FLOATS else buffer.view(_INTEGERS[dtype.itemsize])
     if keep is None:
-        keep = device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+        keep = device.type != "cuda" or torch.cuda.current_stream(device) == _default_stream(device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         where = (_layout_table if keep else _layout_table.__wrapped__)(work, device, kernels)
         addresses = (_table if keep else _table.__wrapped__)(words, device, kernels)
         kernels.move_members[work.grid](
             plain, addresses, where, layout.total, len(members), work.shift, **work.options
         )
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return import_module(f"{__package__}.triton_kernels")
+
+
+@functools.cache
+def _default_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.default_stream(device)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,13 +7,13 @@ no derivative: they enter a graph after autograd has gone over it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 
 from . import choice, launch, plain
-from .layout import layout_of
+from .layout import Layout, layout_of
 
 _TAGS: Final = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
@@ -79,7 +79,7 @@ def unpack(
     )
 
 
-def _layout(widths: Sequence[int], outers: Sequence[int], lengths: Sequence[int], rows: int):  # type: ignore[no-untyped-def]
+def _layout(widths: Iterable[int], outers: Iterable[int], lengths: Iterable[int], rows: int) -> Layout:
     return layout_of(tuple(widths), tuple(outers), tuple(lengths), rows)
 
 
@@ -87,14 +87,14 @@ def _layout(widths: Sequence[int], outers: Sequence[int], lengths: Sequence[int]
 def _pack(
     members: Sequence[torch.Tensor], widths: Sequence[int], outers: Sequence[int], rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    layout, device = _layout(widths, outers, [m.numel() for m in members], rows), members[0].device
+    layout, device = _layout(widths, outers, map(torch.Tensor.numel, members), rows), members[0].device
     way = choice.way_to_pack(layout, {m.dtype for m in members}, dtype, kernels=launch.available(device))
     if way == "cat":
-        return torch.cat([m.reshape(-1) for m in members])
+        return torch.cat([m.flatten() for m in members])
     if way == "plain":
         return plain.pack(members, layout, dtype)
     buffer = torch.empty(rows * layout.total, dtype=dtype, device=device)
-    launch.move(buffer, [_in_one_piece(m) for m in members], layout, packing=True)
+    launch.move(buffer, _contiguous(members), layout, packing=True)
     return buffer
 
 
@@ -121,7 +121,7 @@ def _unpack(
         return plain.unpack(buffer, layout, kind)
     like = buffer if kind is buffer.dtype else buffer.new_empty(0, dtype=kind)
     members = [like.new_empty(length) for length in lengths]
-    launch.move(_in_one_piece(buffer), members, layout, packing=False)
+    launch.move(_contiguous([buffer])[0], members, layout, packing=False)
     return members
 
 
@@ -137,11 +137,12 @@ def _unpack_fake(
     return [buffer.new_empty(length, dtype=dtype or buffer.dtype) for length in lengths]
 
 
-def _in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its memory holds its values in order, else a copy. To ask costs the host least."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
+def _contiguous(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors, those whose memory does not hold their values in order copied. To ask first costs the host least."""
+    if all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors)):
+        if not any(map(torch.Tensor.is_conj, tensors)):
+            return tensors
+    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
 
 
 def _whole(buffer: torch.Tensor, widths: Sequence[int], rows: int) -> torch.Tensor:
