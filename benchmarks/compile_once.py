@@ -21,7 +21,7 @@ from benchmarks.measure import Stopwatch, one_process
 from benchmarks.models import Block, Dense, Shape
 from inductor_passes import backend
 
-WAYS = ("per_block", "captured", "packed", "gathers", "regions")
+WAYS = ("per_block", "captured", "packed", "whole", "gathers", "regions")
 PHASES = (
     "bytecode_tracing", "build_guards", "aot_collect_metadata", "aot_trace_joint_graph",
     "_recursive_joint_graph_passes", "min_cut_rematerialization_partition", "_recursive_post_grad_passes",
@@ -90,7 +90,7 @@ class Work:
     window: int = 64
 
     def model(self, way: str) -> Dense:
-        """The model of one way to compile, sharded by FSDP2 block by block over the world."""
+        """The model of one way to compile, sharded by FSDP2 block by block over the world, but for ``whole``."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -98,6 +98,8 @@ class Work:
         with torch.device(self.device):
             model = Dense(self.shape)
             model.blocks = nn.ModuleList(BLOCKS.get(way, Block)(self.shape) for _ in range(self.shape.layers))
+        if way == "whole":
+            return model.to(torch.bfloat16) if self.bf16 else model
         mesh = init_device_mesh(self.device, (2,))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.bf16 else MixedPrecisionPolicy()
         for block in model.blocks:
@@ -120,8 +122,8 @@ def measure(way: str, work: Work, *, inner: str = "inductor", kernels: bool = Tr
 
     Args:
         way: ``per_block``: `torch.compile` of each block, which shares the code of equal blocks; ``captured``: the
-            whole model through this package; ``packed``: likewise, with ``kernels="triton"``; ``gathers``,
-            ``regions``: likewise, of `BLOCKS`.
+            whole model through this package; ``packed``: likewise, with ``kernels="triton"``; ``whole``: `torch.compile`
+            of the model without FSDP, one graph without a collective; ``gathers``, ``regions``: captured, of `BLOCKS`.
         work: the model and its input.
         inner: ``inductor`` or ``aot_eager``.
         kernels: have the generated C++ compiled.
@@ -136,6 +138,8 @@ def measure(way: str, work: Work, *, inner: str = "inductor", kernels: bool = Tr
         if way == "per_block":
             for block in model.blocks:
                 block.compile(fullgraph=True, backend=inner)
+        elif way == "whole":
+            call = torch.compile(model, fullgraph=True, backend=inner)
         else:
             fsdp_hooks.install(model)
             options: dict[str, Any] = {} if inner == "inductor" else {"inner": inner}
@@ -159,7 +163,7 @@ def measure(way: str, work: Work, *, inner: str = "inductor", kernels: bool = Tr
         python_s, wall_s = time.thread_time() - started, time.perf_counter() - wall
         compiler_s, metrics = _children() - children, timers.compilation_time_metrics
         found = {name: sum(metrics[name]) for name in PHASES if name in metrics}
-        report = handle.report().to_dict() if way != "per_block" else {}
+        report = handle.report().to_dict() if way not in ("per_block", "whole") else {}
         collectives = report["collectives"]["before_bucketing"] if report else {}
     return {
         "way": way,

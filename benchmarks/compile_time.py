@@ -3,10 +3,11 @@
 ``python -m benchmarks compile_time [--json] [--blocks 2 4 8] [--no-kernels] [--inner aot_eager]``, or, of a model that
 `train` measures, in bf16 mixed precision, ``--model 1b --device cuda``. Every figure is of a fresh process in a
 pretended world of two ranks on one device, with a cache folder that is new (cold) or left by the cold run (warm).
-Beside `per_block` and `captured`: `packed`, captured with ``kernels="triton"``; `gathers`, whose blocks multiply their
-input with one row of each parameter, is what the collectives alone cost to compile; `regions`, whose blocks compute in
-a nested compile region that is given their gathered parameters, has one body for all of them (docs/results.md says
-what is in its way).
+Beside `per_block` and `captured`: `packed`, captured with ``kernels="triton"``; `whole`, the model without FSDP as one
+graph, which torch compiles block after block however equal they are; `gathers`, whose blocks multiply their input with
+one row of each parameter, is what the collectives alone cost to compile; `regions`, whose blocks compute in a nested
+compile region that is given their gathered parameters, has one body for all of them (docs/results.md says what is in
+its way).
 
 Ratios are of processor seconds on the CPU: `python_s` of the compiling thread and `compiler_s` of the C++ compiler and
 other children. On CUDA they are of the clock's (`wall_s`, the first step included), because Triton compiles in worker
@@ -99,12 +100,12 @@ def _arguments() -> Namespace:
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor")
     options.add_argument("--no-kernels", action="store_true", help="leave the C++ compiler out")
-    options.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; of a model the first three")
+    options.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; of a model the first four")
     options.add_argument("--warm", nargs="*", choices=WAYS, default=WAYS[:2], help="of which a warm start is measured")
     options.add_argument("--only", choices=WAYS, help="one way, once, in this process")
     given = options.parse_args()
     given.blocks = given.blocks or ([SHAPES[given.model].layers] if given.model else [2, 4, 8])
-    given.ways = given.ways or (WAYS[:3] if given.model else WAYS)
+    given.ways = given.ways or (WAYS[:4] if given.model else WAYS)
     return given
 
 

@@ -16,7 +16,8 @@ PARAMETERS_OF_A_BLOCK, OTHERS = 9, 3  # of the model: embedding, norm, head
 def test_every_way_compiles_the_same_collectives() -> None:
     work = Work(Shape(vocabulary=300, width=16, heads=4, layers=1))
     found = {way: measure(way, work, inner="aot_eager") for way in WAYS}
-    assert found["per_block"]["collectives"] == 0 and found["per_block"]["ours_s"] == 0
+    for way in ("per_block", "whole"):
+        assert found[way]["collectives"] == 0 and found[way]["ours_s"] == 0
     gathered_once = PARAMETERS_OF_A_BLOCK + OTHERS
     for way in ("captured", "packed", "gathers"):  # gathered, gathered again in backward but the root's, reduced
         assert found[way]["collectives"] == 3 * gathered_once - OTHERS and found[way]["ok"], found[way]
