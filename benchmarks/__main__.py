@@ -10,7 +10,7 @@ NAMES = {
     "comm": "latency and bandwidth of collectives, predicted and measured, and bucket sizes (start with torchrun)",
     "classify": "what each collective is: ours against torch's own, growth with the graph, networkx's share",
     "bucketing": "merging gathers: ours against torch's own, memory, growth with the graph",
-    "passes": "growth with the graph: overlap, coalesced buckets, fusion, guard, reconciling, ledger",
+    "passes": "growth with the graph: buckets, dedup, fusion, overlap, reshard, guard, reconciling, ledger, bytes",
     "kernels": "packing and unpacking buckets: our kernels against torch's operators and the copy bandwidth",
     "dedup": "scattering a sum once: ours against torch's own, growth with the graph",
     "fusion": "tensor-parallel products fused and unfused on GPUs (start with torchrun)",

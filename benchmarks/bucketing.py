@@ -23,12 +23,13 @@ from . import synthetic
 from .measure import best_of, growing, on_fresh_graphs, one_process, parser, peak_mb, show, too_fast
 
 
-def gathers(count: int, group: str, *, per_unit: int | None = None) -> fx.GraphModule:
+def gathers(count: int, group: str, *, per_unit: int | None = None, inputs_first: bool = False) -> fx.GraphModule:
     """Parameter gathers, each used once; units of ``per_unit``, one for all where it is None."""
     made = synthetic.Nodes(shape=(4, 8))
+    inputs = (made.placeholder(f"w{index}") for index in range(count))
     outputs = []
-    for index in range(count):
-        start = made.all_gather(made.placeholder(f"w{index}"), group)
+    for index, sent in enumerate(list(inputs) if inputs_first else inputs):
+        start = made.all_gather(sent, group)
         unit = f"layers.{index // per_unit}" if per_unit else "model"
         stamp(start, Identity(1, PARAM_UNSHARD, Source.EXPLICIT, "fsdp2", group, unit, (f"w{index}",)))
         outputs.append(made.call(synthetic.WAIT, start, like=start))

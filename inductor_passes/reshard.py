@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from collective_identity import PARAM_UNSHARD, classify
+from collective_identity.compat import collector_paused
 from collective_identity.transports import waits_of
 
 from .contract import LiteBehaviour, PassContext, PassContract, PassOutcome
@@ -34,18 +35,23 @@ class Reshard:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Mark; the partitioner does the rest."""
-        starts = [
-            node
-            for node, identity in classify(gm).items()
-            if identity is not None and identity.role == PARAM_UNSHARD and custom_value(node, RESHARD_KEY) is True
-        ]
-        marked: set[fx.Node] = set()
-        for start in starts:
-            for node in (*_made_from(start), start, *_views_of(start)):
-                if node not in marked:
-                    mark_recompute(node, _REGION)
-                    marked.add(node)
-        return PassOutcome(changed=False, summary={"resharded": len(starts), "marked": len(marked)})
+        with collector_paused():
+            return _marked(gm)
+
+
+def _marked(gm: fx.GraphModule) -> PassOutcome:
+    starts = [
+        node
+        for node, identity in classify(gm).items()
+        if identity is not None and identity.role == PARAM_UNSHARD and custom_value(node, RESHARD_KEY) is True
+    ]
+    marked: set[fx.Node] = set()
+    for start in starts:
+        for node in (*_made_from(start), start, *_views_of(start)):
+            if node not in marked:
+                mark_recompute(node, _REGION)
+                marked.add(node)
+    return PassOutcome(changed=False, summary={"resharded": len(starts), "marked": len(marked)})
 
 
 def _made_from(start: fx.Node) -> Iterator[fx.Node]:

@@ -1,4 +1,4 @@
-"""Every private torch name that operator policies use, in one place; ``inductor_passes/upstream.py`` has the others.
+"""Every private torch name that operator policies use, in one place; ``inductor_passes/upstream`` has the others.
 
 Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0. Nothing here patches torch on import.
 """

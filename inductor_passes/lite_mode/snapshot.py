@@ -5,14 +5,16 @@ from __future__ import annotations
 import marshal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import fx
 
 _FIELDS = ("node", "op", "target", "args", "kwargs", "val", "custom", "recompute")
-_CUSTOM = _FIELDS.index("custom")
+_WIDTH, _CUSTOM = len(_FIELDS), _FIELDS.index("custom")
+_BLOCK = 512
+"""Nodes looked at together, all their fields at once: a near cache holds so many, and no graph that is large."""
 
 
 class Snapshot:
@@ -20,8 +22,7 @@ class Snapshot:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm, self._graph = gm, gm.graph
-        self._columns = _columns(gm.graph)
-        self._custom = _copied(self._columns[_CUSTOM])
+        self._blocks = [(rows, _copied(rows[_CUSTOM::_WIDTH])) for rows in _blocks(gm.graph)]
         self._held = _held(gm)
 
     def differences(self, allowed: frozenset[str] = frozenset()) -> list[str]:
@@ -30,8 +31,8 @@ class Snapshot:
             return ["another graph in the module"]
         found: list[str] = []
         if not self._identical():
-            found += self._node_differences(_columns(self._graph), allowed)
-        found += self._edited_in_place()
+            found += self._node_differences(allowed)
+            found += self._edited_in_place()
         held = _held(self._gm)
         found += [
             f"attribute {name!r} of the module was {_said(self._held.get(name))}, is {_said(held.get(name))}"
@@ -41,53 +42,58 @@ class Snapshot:
         return found
 
     def _identical(self) -> bool:
-        """Every field is the very object that it was: one cheap loop, as nearly always."""
-        nodes = list(self._graph.nodes)
-        if len(nodes) != len(self._columns[0]):
-            return False
-        for now, node, op, target, args, kwargs, val, custom, recompute in zip(nodes, *self._columns, strict=True):
-            get = now.meta.get
-            if (
-                now is not node or now.op is not op or now.target is not target
-                or now._args is not args or now._kwargs is not kwargs
-                or get("val") is not val or get("custom") is not custom or get("recompute") is not recompute
-            ):  # fmt: skip
+        """Every field is the very object that it was, and no ``custom`` was edited: as nearly always."""
+        nodes = chain(self._graph.nodes, repeat(None))
+        for rows, copies in self._blocks:
+            fields = iter(rows)
+            rows_and_nodes = zip(*(fields,) * _WIDTH, nodes, strict=False)  # the fields of one node, and the next node
+            for node, op, target, args, kwargs, val, custom, recompute, now in rows_and_nodes:
+                if (
+                    now is not node or now.op is not op or now.target is not target
+                    or now._args is not args or now._kwargs is not kwargs
+                    or (meta := now.meta).get("val") is not val
+                    or meta.get("custom") is not custom or meta.get("recompute") is not recompute
+                ):  # fmt: skip
+                    return False
+            if not _as_copied(rows[_CUSTOM::_WIDTH], copies):
                 return False
-        return True
+        return next(nodes) is None
 
-    def _node_differences(self, now: list[list[Any]], allowed: frozenset[str]) -> Iterator[str]:
-        before, after = list(self._columns[0]), list(now[0])
-        if before != after:
-            yield _order_difference(before, after)
+    def _node_differences(self, allowed: frozenset[str]) -> Iterator[str]:
+        before = [one for rows, _ in self._blocks for one in rows]
+        now = [one for rows in _blocks(self._graph) for one in rows]
+        nodes = now[::_WIDTH]
+        if before[::_WIDTH] != nodes:
+            yield _order_difference(before[::_WIDTH], nodes)
             return
-        for field, column, columns_now in zip(_FIELDS, self._columns, now, strict=True):
-            for node, was, found in zip(after, column, columns_now, strict=True):
+        for at, field in enumerate(_FIELDS):
+            for node, was, found in zip(nodes, before[at::_WIDTH], now[at::_WIDTH], strict=True):
                 if was is not found and field not in allowed and not _equal(field, was, found):
                     yield f"{field} of {node.name} was {_said(was)}, is {_said(found)}"
 
     def _edited_in_place(self) -> Iterator[str]:
-        held = self._columns[_CUSTOM]
-        copies = _copied(held)
-        if isinstance(copies, bytes) and isinstance(self._custom, bytes):
-            if copies == self._custom or marshal.dumps(held, 2) == marshal.dumps(_restored(self._custom), 2):
-                return
-        for node, one, was in zip(self._columns[0], held, _restored(self._custom), strict=True):
-            if not _same(_frozen(one), was):
-                yield f"meta['custom'] of {node.name} was {was!r}, is {one!r} (edited in place)"
+        for rows, copies in self._blocks:
+            held = rows[_CUSTOM::_WIDTH]
+            if _as_copied(held, copies):
+                continue
+            for node, one, was in zip(rows[::_WIDTH], held, _restored(copies), strict=True):
+                if not _same(_frozen(one), was):
+                    yield f"meta['custom'] of {node.name} was {was!r}, is {one!r} (edited in place)"
 
 
-def _columns(graph: fx.Graph) -> list[list[Any]]:
-    """Every field of every node, one list a field."""
-    nodes = list(graph.nodes)
-    metas = [node.meta for node in nodes]
-    return [
-        nodes,
-        [node.op for node in nodes],
-        [node.target for node in nodes],
-        [node._args for node in nodes],
-        [node._kwargs for node in nodes],
-        *(list(map(dict.get, metas, repeat(key))) for key in _FIELDS[5:]),
-    ]
+def _blocks(graph: fx.Graph) -> Iterator[list[Any]]:
+    """The fields of every node, one node's after the other's, in lists of ``_BLOCK`` nodes."""
+    rows: list[Any] = []
+    for node in graph.nodes:
+        meta = node.meta
+        rows += [
+            node, node.op, node.target, node._args, node._kwargs,
+            meta.get("val"), meta.get("custom"), meta.get("recompute"),
+        ]  # fmt: skip
+        if len(rows) == _BLOCK * _WIDTH:
+            yield rows
+            rows = []
+    yield rows
 
 
 def _held(gm: fx.GraphModule) -> dict[str, Any]:
@@ -154,6 +160,14 @@ def _copied(values: list[Any]) -> Any:
         return marshal.dumps(values, 4)
     except ValueError:  # a value that is not plain
         return _frozen(values)
+
+
+def _as_copied(values: list[Any], copies: Any) -> bool:
+    """Whether the values are what they were when copied."""
+    if not isinstance(copies, bytes):
+        return _same(_frozen(values), copies)
+    now = _copied(values)
+    return now == copies or (isinstance(now, bytes) and marshal.dumps(values, 2) == marshal.dumps(_restored(copies), 2))
 
 
 def _restored(copies: Any) -> Any:

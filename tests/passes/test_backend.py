@@ -22,7 +22,7 @@ import fsdp_hooks
 import inductor_passes
 from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD
 from inductor_passes import upstream
-from inductor_passes.upstream import UnsupportedTorch
+from inductor_passes.upstream import UnsupportedTorch, versions
 
 pytestmark = pytest.mark.usefixtures("fake_world")
 
@@ -261,8 +261,8 @@ def test_an_unsupported_torch(version: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "inductor_config", SimpleNamespace(__name__="torch._inductor.config"))
-    monkeypatch.setattr(upstream, "_compile_fx", lambda: lambda gm, inputs: None)
+    monkeypatch.setattr(versions, "inductor_config", SimpleNamespace(__name__="torch._inductor.config"))
+    monkeypatch.setattr(versions, "_compile_fx", lambda: lambda gm, inputs: None)
     with pytest.raises(UnsupportedTorch) as raised:
         upstream.check_version()
     assert str(raised.value).startswith(

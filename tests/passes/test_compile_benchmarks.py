@@ -46,9 +46,19 @@ def test_the_rows_of_one_number_of_blocks() -> None:
 def test_growth_of_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
     first, *rows = lines(passes, capsys, "--large", "200")
     assert first["benchmark"] == "passes"
-    done = {(row["what"], row["collectives"]): row["done"] for row in rows}
+    done = {(row["what"], row["collectives"]): row.get("done") for row in rows}
     assert done["overlap", 200] == 200 and done["coalesce", 200] == 4 and done["fuse", 200] == 200
-    assert {what for what, _ in done} == {run.__name__ for run, _ in passes.PASSES}
+    assert done["packed", 200] == 4 and done["dedup", 200] == 150 and done["reshard", 200] == 500
+    assert done["manual_overlap", 200] == 50
+    assert {what for what, _ in done} == {run.__name__ for run, _ in passes.PASSES} | {"manual_overlap", "provenance"}
+    assert all(row["bytes_per_collective"] > 0 for row in rows if row["what"] == "provenance")
+
+
+def test_one_pass_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    _, *rows = lines(passes, capsys, "--large", "100", "--only", "guard")
+    assert [row["what"] for row in rows] == ["guard"] * 3
+    with pytest.raises(SystemExit):
+        lines(passes, capsys, "--only", "no_such_pass")
 
 
 def test_a_benchmark_fails_where_a_pass_grows_too_fast() -> None:
