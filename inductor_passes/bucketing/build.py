@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from collective_identity import merge, store
-from collective_identity.transports import WAIT, Transport, default_overload, launch_of
+from collective_identity.transports import Transport, launch_of
 
 from ..sizes import is_static
 from .coalesced import build_coalesced
@@ -70,11 +70,11 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
     joined = build.call(_ATEN.cat.default, (flat, *along), launch, build.joined(flat, *along or (0,)))
     joined = build.reshape(joined, [_elements(joined)], launch)
     shapes = [_shape(build, m, s, key.transport, ranks, launch) for m, s in zip(members, sent, strict=True)]
-    start = build.call(default_overload(key.transport), key.arguments(joined), launch)
+    start = build.collective(key, joined, launch)
     _identify(start, bucket)
 
     wait: list[fx.Node] = []
-    received = build.call(WAIT, (start,), wait)
+    received = build.wait(start, wait)
     if received_rows > 1:
         received = build.reshape(received, [received_rows, _elements(received, received_rows)], wait)
     split = build.split(received, sizes, 1 if received_rows > 1 else 0, wait)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from collective_identity.transports import WAIT, coalesced_overload
+from collective_identity.transports import coalesced_overload
 
 from ..sizes import is_static
 from .node_builder import NodeBuilder
@@ -37,12 +37,14 @@ def build_coalesced(
     key = bucket.key
     launch: list[fx.Node] = []
     lying = _packed(build, bucket, sent, launch) if bucket.pieces else list(sent)
-    start = build.call(coalesced_overload(key.transport), key.arguments(lying), launch)
+    values = [build.fresh(member, list(member.meta["val"].shape)) for member in bucket.members]
+    known = None if any(value is None for value in values) else values
+    start = build.call(coalesced_overload(key.transport), key.arguments(lying), launch, known)
     items: list[fx.Node] = []
     results: list[list[fx.Node]] = []
     for place in range(len(sent)):
         result: list[fx.Node] = []
-        build.call(WAIT, (build.item(start, place, items),), result)
+        build.wait(build.item(start, place, items), result)
         results.append(result)
     return launch, items, results
 
@@ -52,7 +54,8 @@ def _packed(build: NodeBuilder, bucket: Bucket, sent: Sequence[fx.Node], launch:
     pieces = [piece for piece in bucket.pieces if piece.above]
     widths = [piece.width for piece in pieces]
     arguments = ([p.source for p in pieces], widths, [p.outer for p in pieces], 1, bucket.key.dtype)
-    packed = build.call(torch.ops.inductor_passes.pack.default, arguments, launch)
+    known = build.fresh(pieces[0].source, [sum(widths)], bucket.key.dtype)
+    packed = build.call(torch.ops.inductor_passes.pack.default, arguments, launch, known)
     parts = build.split(packed, widths, 0, launch)
     lying, number = list(sent), 0
     for place, piece in enumerate(bucket.pieces):

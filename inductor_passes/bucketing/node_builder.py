@@ -12,7 +12,10 @@ from torch import fx
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from collective_identity.transports import WAIT, Transport, default_overload
+
 from ..sizes import is_static, without_guards
+from .plan import BucketKey
 
 _ATEN: Final = torch.ops.aten
 
@@ -84,6 +87,31 @@ class NodeBuilder:
         into.append(node)
         return node
 
+    def fresh(self, like: fx.Node, shape: Sequence[int], dtype: torch.dtype | None = None) -> Any:
+        """The contiguous value of an operator on ``like`` that has memory of its own; None: ask the operator."""
+        value = self.value(like)
+        if not isinstance(value, FakeTensor) or not is_static(value):
+            return None
+        return views_of(value, lambda v: [v.new_empty(shape, dtype=dtype)])[0]
+
+    def collective(self, key: BucketKey, buffer: fx.Node, into: list[fx.Node]) -> fx.Node:
+        """The start node that sends a buffer of one dimension."""
+        known = None
+        if is_static(buffer.meta["val"]):
+            size = buffer.meta["val"].numel()
+            if key.transport is Transport.ALL_GATHER:
+                size *= key.group_size or 1
+            elif key.transport is Transport.REDUCE_SCATTER:
+                size //= key.group_size or 1
+            known = self.fresh(buffer, [size])
+        return self.call(default_overload(key.transport), key.arguments(buffer), into, known)
+
+    def wait(self, start: fx.Node, into: list[fx.Node]) -> fx.Node:
+        """The wait for one result of a collective, of the same layout."""
+        value = start.meta["val"]
+        known = fresh_like(value) if isinstance(value, FakeTensor) and is_static(value) else None
+        return self.call(WAIT, (start,), into, known)
+
     def like_both(self, one: fx.Node, other: fx.Node) -> Any:
         """The value of an operator that combines two tensors alike element by element; None: ask the operator."""
         a, b = self.value(one), self.value(other)
@@ -96,7 +124,7 @@ class NodeBuilder:
             return None
         shape = list(first.shape)
         shape[dim] = sum(node.meta["val"].shape[dim] for node in nodes)
-        return views_of(first, lambda v: [v.new_empty(shape)])[0]
+        return self.fresh(nodes[0], shape)
 
     def laid_out(self, shape: Sequence[int], dim: int, like: fx.Node) -> torch.Tensor:
         """A value of ``shape``, contiguous but for ``dim``, which comes first in memory."""

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from collective_identity.transports import WAIT, Transport, default_overload
+from collective_identity.transports import Transport
 
 from .node_builder import NodeBuilder
 from .plan import Bucket
@@ -25,11 +25,12 @@ def build_packed(build: NodeBuilder, bucket: Bucket) -> tuple[list[fx.Node], lis
     launch: list[fx.Node] = []
     sources = [piece.source for piece in pieces]
     packed = build.call(
-        torch.ops.inductor_passes.pack.default, (sources, widths, [p.outer for p in pieces], rows, key.dtype), launch
-    )
-    start = build.call(default_overload(key.transport), key.arguments(packed), launch)
+        torch.ops.inductor_passes.pack.default, (sources, widths, [p.outer for p in pieces], rows, key.dtype), launch,
+        build.fresh(sources[0], [rows * sum(widths)], key.dtype),
+    )  # fmt: skip
+    start = build.collective(key, packed, launch)
     wait: list[fx.Node] = []
-    received = build.call(WAIT, (start,), wait)
+    received = build.wait(start, wait)
     likes = [member if piece.result is None else piece.result for member, piece in
              zip(bucket.members, pieces, strict=True)]
     values: list[torch.Tensor] = [like.meta["val"] for like in likes]
