@@ -61,7 +61,7 @@ LAYOUTS = {
     "HSDP of one replica": (2, "--layout hsdp --replicas 1", [1, 2], (5, 3, 3), 0),
     "HSDP of whole replicas": (2, "--layout hsdp", [2, 1], (None, None, 3), 0),
     "tensor parallel, 2 by 2": (4, "--layout fsdp_tp --precision fp32", [2, 2], (5, 3, None), 26),
-    "tensor parallel alone": (2, "--layout fsdp_tp", [1, 2], (None, None, None), 26),
+    "tensor parallel alone": (2, "--layout fsdp_tp --precision fp32", [1, 2], (None, None, None), 26),
     "tensor parallel of one": (2, "--layout fsdp_tp --tp 1", [2, 1], (5, 3, None), 0),
 }
 
