@@ -52,21 +52,24 @@ class Layout:
     def ranks_a_batch(self) -> int:
         """How many ranks work on one batch."""
         return 1 if self.tensor is None else self.tensor.size()
-    def shard(self, model: Dense, policy: MixedPrecisionPolicy, *, compiled: bool, expert_units: bool) -> None:
+
+    def shard(self, model: Dense, policy: MixedPrecisionPolicy, *, blocks: str | None, expert_units: bool) -> None:
         """Split the model over the ranks, in place: each block a unit, and the rest one.
 
         Args:
             model: a whole model.
             policy: FSDP2's mixed precision.
-            compiled: compile each block. With `expert_units` its graph breaks there, where FSDP2's hooks run.
-            expert_units: a block's experts are a unit of their own.
+            blocks: the backend that compiles each block, if one does.
+            expert_units: a block's experts are a unit of their own; a compiled block's graph breaks at FSDP2's hooks.
         """
         if self.tensor is not None:
             _parallelize(model, self.tensor)
+            if blocks is not None:  # else the embedding gets no gradient: docs/upstream/async-collective-input.md
+                model.embed.register_forward_hook(lambda _module, _given, out: out.clone())
         for block in model.blocks:
             apart = expert_units and isinstance(block.feed_forward, Routed)
-            if compiled:
-                block.compile(fullgraph=not apart)
+            if blocks is not None:
+                block.compile(fullgraph=not apart, backend=blocks)
             if apart:
                 fully_shard(block.feed_forward.experts, mesh=self.data, mp_policy=policy)
             fully_shard(block, mesh=self.data, mp_policy=policy)

@@ -145,7 +145,8 @@ def _built(
     model = build(args.model, layout.device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.precision == "bf16" else MixedPrecisionPolicy()
     if not variant.bound:
-        layout.shard(model, policy, compiled=variant.blocks, expert_units=args.expert_units)
+        blocks = args.inner if variant.blocks else None
+        layout.shard(model, policy, blocks=blocks, expert_units=args.expert_units)
     with ci.enable() if variant.captured else nullcontext() as handle:
         call: Callable[[Tensor], Tensor] = model
         if variant.captured:

@@ -56,12 +56,12 @@ def test_a_mixture_of_experts() -> None:
 
 LAYOUTS = {
     "experts are units": (2, "--model moe --expert-units", [2], (9, 5, None), 0),
-    "HSDP, 2 by 2": (4, "--layout hsdp", [2, 2], (5, 3, 3), 0),
+    "HSDP, 2 by 2": (4, "--layout hsdp --precision fp32", [2, 2], (5, 3, 3), 0),
     "HSDP of experts, 2 by 2": (4, "--layout hsdp --model moe", [2, 2], (5, 3, 3), 0),
     "HSDP of one replica": (2, "--layout hsdp --replicas 1", [1, 2], (5, 3, 3), 0),
     "HSDP of whole replicas": (2, "--layout hsdp", [2, 1], (None, None, 3), 0),
-    "tensor parallel, 2 by 2": (4, "--layout fsdp_tp", [2, 2], (5, 3, None), 26),
-    "tensor parallel alone": (2, "--layout fsdp_tp", [1, 2], (None, None, None), 26),
+    "tensor parallel, 2 by 2": (4, "--layout fsdp_tp --precision fp32", [2, 2], (5, 3, None), 26),
+    "tensor parallel alone": (2, "--layout fsdp_tp --precision fp32", [1, 2], (None, None, None), 26),
     "tensor parallel of one": (2, "--layout fsdp_tp --tp 1", [2, 1], (5, 3, None), 0),
 }
 
@@ -72,10 +72,12 @@ LAYOUTS = {
 def test_layouts(name: str) -> None:
     ranks, text, mesh, counts, tensor = LAYOUTS[name]
     last_variant = "fused" if "fsdp_tp" in text else "overlapped"
-    rows, last = run(ranks, f"{text} --variants eager bucketed {last_variant}")
+    rows, last = run(ranks, f"{text} --variants eager per_block bucketed {last_variant}")
     assert last["mesh"] == mesh
+    near = 1e-6 if "fp32" in text else 2e-3
+    assert rows["per_block"]["losses"] == pytest.approx(rows["eager"]["losses"], rel=near), "each parameter learns"
     for row in (rows["bucketed"], rows[last_variant]):
-        assert row["losses"] == pytest.approx(rows["eager"]["losses"], rel=2e-3) and row["report_ok"]
+        assert row["losses"] == pytest.approx(rows["eager"]["losses"], rel=near) and row["report_ok"]
         assert tuple(row[key] for key in ("gathers", "reductions", "replica_reductions")) == counts
         assert row["explicit_share"] == (None if counts == (None, None, None) else 1.0)
         assert (row["tp_collectives"], row["merged_with_others"]) == (tensor, 0)
