@@ -78,9 +78,9 @@ def same_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -
 
 
 def tunings(tile_kib: Sequence[int], warps: Sequence[int], thread_bytes: Sequence[int]) -> dict[str, Tuning]:
-    """The combinations by name: KiB of a tile (0: by the buffer's size), warps, bytes of a thread before a store."""
+    """The combinations by name: KiB of a tile, warps, bytes of a thread before a store."""
     return {
-        f"{kib}k.{threads}w.{size}b": Tuning(kib * 1024 or None, threads, size)
+        f"{kib}k.{threads}w.{size}b": Tuning(kib * 1024, threads, size)
         for kib, threads, size in itertools.product(tile_kib, warps, thread_bytes)
     }
 
@@ -164,7 +164,7 @@ def main() -> int:
     options.add_argument("--repetitions", type=int, default=9)
     options.add_argument("--tensors", type=int, default=200, help="of the model of many small ones (default 200)")
     options.add_argument("--members", type=int, nargs="+", default=[8, 128], help="tensors of a bucket (8 128)")
-    options.add_argument("--tile-kib", type=int, nargs="+", help="KiB that a program handles; 0: by the size")
+    options.add_argument("--tile-kib", type=int, nargs="+", help="KiB of the buffer that a program handles")
     options.add_argument("--warps", type=int, nargs="+", help="32 threads each, of a program")
     options.add_argument("--thread-bytes", type=int, nargs="+", help="loaded by a thread before it stores")
     options.add_argument("--no-launches", action="store_true", help="leave out kernels per bucket")
@@ -177,7 +177,8 @@ def main() -> int:
     variants: dict[str, Tuning] = {}
     if given.tile_kib or given.warps or given.thread_bytes:
         variants = tunings(
-            given.tile_kib or [0], given.warps or [TUNING.warps], given.thread_bytes or [TUNING.thread_bytes]
+            given.tile_kib or [TUNING.tile_bytes // 1024], given.warps or [TUNING.warps],
+            given.thread_bytes or [TUNING.thread_bytes],
         )
     rows = []
     half, single = torch.bfloat16, torch.float32

@@ -25,12 +25,8 @@ import torch
 
 from .layout import Layout
 
-SMALLEST_TILE: Final = 8192
-LARGEST_TILE: Final = 131072
-"""Bytes."""
-
-PROGRAMS: Final = 2048
-"""Programs of a launch, at least, before a tile grows."""
+_SPARE: Final = 2**20
+"""More elements than a tile has: places behind the end of a member are 32-bit numbers too."""
 
 _FLOATS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,7 +51,7 @@ def can_move(dtypes: Iterable[torch.dtype], buffer: torch.dtype, layout: Layout)
     return (
         buffer.itemsize in _INTEGERS
         and all(dtype is buffer or (dtype in _FLOATS and buffer in _FLOATS) for dtype in dtypes)
-        and layout.widest < 2**31 - LARGEST_TILE
+        and layout.widest < 2**31 - _SPARE
     )
 
 
@@ -64,33 +60,24 @@ class Tuning:
     """How a kernel shares the work out. The values do not depend on it.
 
     Attributes:
-        tile_bytes: bytes of the buffer that one program handles, a power of two; None: by the buffer's size.
+        tile_bytes: bytes of the buffer that one program handles, a power of two.
         warps: 32 threads each, of a program.
         thread_bytes: bytes of its wider side that a thread loads before it stores any, a power of two from 16 on.
     """
 
-    tile_bytes: int | None = None
-    warps: int = 4
+    tile_bytes: int = 16384
+    warps: int = 8
     thread_bytes: int = 64
 
 
 TUNING: Final = Tuning()
-
-
-def tile_bytes(buffer_bytes: int) -> int:
-    """Bytes of the buffer that one program handles: the larger the buffer the more, within bounds.
-
-    So many programs that a GPU is full (an H200 runs about 1600 of 128 threads at once) and few find their member.
-    """
-    tile = SMALLEST_TILE
-    while tile < LARGEST_TILE and buffer_bytes >= 2 * tile * PROGRAMS:
-        tile *= 2
-    return tile
+"""What was fastest on an H200 or as good, whatever the bucket: docs/kernels.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """All of a launch but its addresses: the words of the layout, the grid, and the kernel's arguments by name."""
+    """All of a launch but its addresses: the words of the layout, the grid, a tile's elements as a power of two, and
+    the kernel's constants by name."""
 
     words: tuple[int, ...]
     grid: tuple[int, ...]
@@ -106,7 +93,7 @@ def work_of(
     """The launch for a layout, a buffer's type and its members' types, a direction, and what there is to choose from:
     `triton_kernels.LOOKS`, and the tuning."""
     sizes = [buffer.itemsize, *(dtype.itemsize for dtype in types)]
-    tile = (tuning.tile_bytes or tile_bytes(layout.rows * layout.total * buffer.itemsize)) // buffer.itemsize
+    tile = tuning.tile_bytes // buffer.itemsize
     vector, threads = 16 // min(sizes), 32 * tuning.warps
     words, tiles = layout.table(tile, vector)
     return Work(words, (tiles,), tile.bit_length() - 1, MappingProxyType({

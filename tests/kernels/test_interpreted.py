@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,13 @@ def kernels() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
+    module.__dict__["range"] = range_of_tensors
     return module
+
+
+def range_of_tensors(*bounds: Any) -> range:
+    """`range` in an interpreted kernel: of triton 3.6 with numpy 2.4 the interpreter's tensors are no indices."""
+    return range(*(bound if isinstance(bound, int) else bound.handle.data.item() for bound in bounds))
 
 
 def write_found(found, tile, starts, members, FIND: tl.constexpr, LOOK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inductor_passes.kernels import choice, launch, layout_of, pack, plain, unpack
+from inductor_passes.kernels import choice, layout_of, pack, plain, unpack
 from tests.kernels.buckets import FLOATS, layouts, memory, reference_pack, same_bits
 
 
@@ -150,8 +150,3 @@ def test_joining_as_it_is_keeps_bits(dtype: torch.dtype) -> None:
     assert buffer.view(torch.uint8).numpy().tobytes() == expected
     alone = pack([full], [24], [1], 1, dtype)
     assert same_bits(alone, full.flatten()) and alone.data_ptr() != full.data_ptr()
-
-
-def test_tiles_grow_with_the_buffer() -> None:
-    sizes = [launch.tile_bytes(megabytes << 20) for megabytes in (0, 1, 16, 32, 64, 256, 1024)]
-    assert sizes == [8192, 8192, 8192, 16384, 32768, 131072, 131072]
