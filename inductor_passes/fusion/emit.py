@@ -56,7 +56,7 @@ def apply_fusions(gm: fx.GraphModule, plan: FusionPlan) -> bool:
 def _output_apart(graph: fx.Graph) -> Iterator[None]:
     """Each value that the graph returns has one user of its own there: replacing it does not write the whole output,
     which may return every product (forward keeps them for backward)."""
-    output = next(reversed(graph.nodes))
+    output = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(output):
         apart = {node: graph.call_function(_returned, (node,)) for node in output.all_input_nodes}
     output.args = fx.map_arg(output.args, lambda node: apart[node])
