@@ -155,18 +155,21 @@ class _Reconciler:
     def finish(self) -> None:
         """Look once at the whole graph: passes also write without creating or erasing anything."""
         seen: set[int] = set()
-        metas: set[int] = set()
         found = launches(self._gm)
+        of_starts = {id(node.meta) for node in found}
+        metas: set[int] = set()
         for node in self._gm.graph.nodes:
-            if id(node.meta) in metas:  # another node's whole metadata, assigned
-                node.meta = dict(node.meta)
-            metas.add(id(node.meta))
             body = wrapped_body(node)
             for inner in body.graph.nodes if body is not None else ():
                 if store.has_payload(inner):  # the node that runs the body is the collective
                     store.put(inner, {})
                     self.done.cleared += 1
-            if not store.has_payload(node):
+            paid = store.has_payload(node)
+            if paid or id(node.meta) in of_starts:  # only where it holds a payload, or will, does it matter whose it is
+                if id(node.meta) in metas:  # another node's whole metadata, assigned
+                    node.meta = dict(node.meta)
+                metas.add(id(node.meta))
+            if not paid:
                 continue
             if node not in found:
                 store.put(node, {})
