@@ -123,9 +123,8 @@ def measure(way: str, work: Work, *, inner: str = "inductor", kernels: bool = Tr
 
     Args:
         way: ``per_block``: `torch.compile` of each block, which shares the code of equal blocks; ``captured``: the
-            whole model through this package; ``packed``: likewise, with ``kernels="triton"``; ``whole``:
-            `torch.compile` of the model without FSDP, one graph without a collective; ``gathers``, ``regions``:
-            captured, of `BLOCKS`.
+            whole model through this package; ``packed``: likewise, with ``kernels="triton"``; ``whole``: the model
+            without FSDP as one graph without a collective; ``gathers``, ``regions``: captured, of `BLOCKS`.
         work: the model and its input.
         inner: ``inductor`` or ``aot_eager``.
         kernels: have the generated C++ compiled.

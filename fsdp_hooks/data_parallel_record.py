@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .gathers import Source
 from .runtime import BINDINGS, Binding, Unit
 from .spec import ParamSpec
 
@@ -52,13 +53,13 @@ class Record:
 
     def bind(self) -> None:
         """Give every attribute its binding, and every unit what it gathers, as ``placed`` has them now."""
-        for _, unit in self.units:
-            unit.sources = ()
+        sources: dict[Unit, list[Source]] = {unit: [] for _, unit in self.units}
         for one in self.placed:
-            module, name = one.owners[0]
-            one.unit.sources += ((module, name, one.spec),)
+            sources[one.unit].append((*one.owners[0], one.spec))
             for owner, attribute in one.owners:
                 owner.__dict__.setdefault(BINDINGS, {})[attribute] = Reading(one.unit, one.spec, self.root)
+        for unit, held in sources.items():
+            unit.hold(held)
 
     def move_below(self, prefix: str, root: Unit) -> None:
         """Rename units and parameters by their place in a model that became data parallel later."""

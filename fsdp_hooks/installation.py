@@ -55,16 +55,17 @@ class _Planned:
     def read_options(self) -> None:
         """Take FSDP2's options as they are now into the unit and its bindings."""
         unit = self.unit
-        unit.sources = ()
+        sources = []
         for found in self.found:
             spec = found.spec()
-            unit.sources += ((*found.owners[0], spec),)
+            sources.append((*found.owners[0], spec))
             if spec.trainable and spec.args.sync != "all":
                 now = functools.partial(compat.sync_of, found.group)
                 unit.accumulated.setdefault(spec.fqn, Accumulated(now)).prepare(spec, unit.device)
             for owner, attribute in found.owners:
                 if BINDINGS in owner.__dict__:
                     owner.__dict__[BINDINGS][attribute] = Binding(unit, spec)
+        unit.hold(sources)
 
 
 def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> nn.Module:

@@ -225,7 +225,7 @@ LIBRARY.impl("unshard", _unshard, "CompositeImplicitAutograd")
 
 def unshard(
     shard: torch.Tensor,
-    args: UnshardArgs,
+    args: UnshardArgs | tuple[Any, ...],
     *,
     accumulator: torch.Tensor | None = None,
     pending: torch.Tensor | None = None,
@@ -236,7 +236,7 @@ def unshard(
     Args:
         shard: this rank's part, any float dtype, shape of the full parameter except dimension ``args.dim``,
             which holds ``torch.chunk``'s share (the last ranks may hold less, or nothing).
-        args: what to gather and how to reduce.
+        args: what to gather and how to reduce; a plain tuple has the fields of `UnshardArgs` in their order.
         accumulator: with ``args.sync`` of ``"none"`` or ``"shard"`` the leaf whose ``grad`` takes the gradient, in
             ``args.accumulate_dtype``: shape of the full parameter, or of one padded shard. The shard then gets none.
             With ``"all"`` a scalar leaf, whose ``grad`` becomes zero: backward has taken `pending` and `partial`.

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import PackedSequence
 
 from . import compat_checkpoint
 from .accumulated import Accumulated
 from .captured_copies import reducing
+from .containers import cast, mapped
 from .errors import InstallError
+from .gathers import Run, Source, runs_of
 from .misuse import copied, explained, replaced
 from .operator import unshard
 from .spec import ParamSpec
@@ -60,7 +60,8 @@ class Unit:
         self.cast_outputs_to = cast_outputs_to
         self.members = members
         self.casts_every_member = casts_every_member
-        self.sources: tuple[tuple[nn.Module, str, ParamSpec], ...] = ()
+        self.sources: tuple[Source, ...] = ()
+        self.runs: tuple[Run, ...] = ()
         self.accumulated: dict[str, Accumulated] = {}
         self.shared_below: tuple[Unit, ...] = ()
         self.root: Unit | None = None
@@ -70,6 +71,11 @@ class Unit:
         self.full: dict[str, torch.Tensor] | None = None
         self.depth = 0
         self.ran: tuple[int, ...] = ()
+
+    def hold(self, sources: Iterable[Source]) -> None:
+        """These are the parameters."""
+        self.sources = tuple(sources)
+        self.runs = runs_of(self.sources)
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Open the unit: gather its parameters; move (root only) and cast the inputs as FSDP2's pre-forward does.
@@ -82,10 +88,10 @@ class Unit:
             self.full = self.gather_all()
         self.depth += 1
         if self.moves_inputs:
-            args, kwargs = _map(self._to_device, args), _map(self._to_device, kwargs)
+            args, kwargs = mapped(self._to_device, args), mapped(self._to_device, kwargs)
         if self.cast_inputs_to is not None and (first or self.casts_every_member):
             dtype = self.cast_inputs_to
-            args, kwargs = _map(lambda x: _cast(x, dtype), args), _map(lambda x: _cast(x, dtype), kwargs)
+            args, kwargs = mapped(lambda x: cast(x, dtype), args), mapped(lambda x: cast(x, dtype), kwargs)
         return args, kwargs
 
     def leave(self, output: Any, member: int = 0) -> Any:
@@ -99,7 +105,7 @@ class Unit:
             self.close()
         if self.cast_outputs_to is not None and (last or self.casts_every_member):
             dtype = self.cast_outputs_to
-            output = _map(lambda x: _cast(x, dtype), output)
+            output = mapped(lambda x: cast(x, dtype), output)
         return output
 
     def fall_back(self, depth: int) -> None:
@@ -123,7 +129,18 @@ class Unit:
 
     def gather_all(self) -> dict[str, torch.Tensor]:
         """Every parameter in full, by its name."""
-        return {spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in self.sources}
+        if self.accumulated:
+            return {spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in self.sources}
+        full = {}
+        for shared, sources, own in self.runs:
+            if shared is None:
+                full.update({spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in sources})
+                continue
+            head, param_group, tail = shared
+            for module, name, fqn, dim, size in own:
+                shard = shard_on(self.device, _held(module, name))
+                full[fqn] = unshard(shard, (*head, fqn, *param_group, dim, size, *tail))
+        return full
 
     def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
         """The full parameter; while gradients accumulate without communication, its gradient goes there."""
@@ -137,6 +154,10 @@ class Binding:
 
     unit: Unit
     spec: ParamSpec
+    fqn: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fqn", self.spec.fqn)
 
     def read(self, sharded: Any) -> Any:
         """The attribute's value now: the sharded parameter, or the full tensor inside the unit's forward.
@@ -145,7 +166,7 @@ class Binding:
         """
         full = self.unit.full
         if full is not None:
-            return full[self.spec.fqn]
+            return full[self.fqn]
         if not compat_checkpoint.recomputing():
             return sharded
         with compat_checkpoint.outside_selection():
@@ -278,28 +299,3 @@ def _check_copied(module: nn.Module) -> None:
     units = [binding.unit for binding in module.__dict__.get(BINDINGS, {}).values()]
     if any(unit.options_changed is not None for unit in units):
         raise InstallError(copied(type(module).__name__))
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
-
-
-def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``change`` to every tensor in nested containers, those that FSDP2 looks into.
-
-    Cases and results are those of ``_apply_to_tensors`` in torch/distributed/utils.py (read in 2.11.0 to 2.15.0).
-    """
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: _map(change, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **changes)
-    if isinstance(value, dict):
-        mapped = {key: _map(change, item) for key, item in value.items()}
-        return type(value)(mapped) if isinstance(value, OrderedDict) else mapped
-    if isinstance(value, PackedSequence):
-        return value
-    if isinstance(value, (tuple, list, set)):
-        items = [_map(change, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

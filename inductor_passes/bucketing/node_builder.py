@@ -189,9 +189,10 @@ class NodeBuilder:
     ) -> fx.Node:
         """The piece of a buffer with the shape and contiguous strides that the operator alone yields.
 
-        A piece with gaps is copied: by the reshape where that cannot be a view, by a clone where it can, or where
-        a symbolic size leaves it open. The copy has memory of its own, as the result it replaces had, and takes
-        over that one's ``meta['val']``, so that the values further down that share its memory still say so.
+        A piece with gaps is copied by a clone, in its own shape, in which Inductor's index is a plain sum: left to the
+        reshape it has divisions and remainders, which cost sympy more than all the rest. The copy has
+        memory of its own, as the result it replaces had, and takes over that one's ``meta['val']``, so that the values
+        further down that share its memory still say so.
         """
         value = piece.meta["val"]
         if not is_static(like) or not is_static(value):
@@ -200,8 +201,9 @@ class NodeBuilder:
             return self.call(_ATEN.reshape.default, (piece, list(shape)), into)
         if value.is_contiguous():
             return self.reshape(piece, shape, into)
-        if value.shape[0] in itertools.accumulate(like.shape, operator.mul):
-            piece = self.call(_ATEN.clone.default, (piece,), into, memory_format=torch.contiguous_format)
-            return self.reshape(piece, shape, into)
         fresh = like if like.is_contiguous() and getattr(like, "fake_mode", None) is self._mode else None
+        copied = None if fresh is None else views_of(fresh, lambda v: [v.view(value.shape)])[0]  # type: ignore[arg-type]
+        piece = self.call(_ATEN.clone.default, (piece,), into, copied, memory_format=torch.contiguous_format)
+        if list(value.shape) == list(shape):
+            return piece
         return self.call(_ATEN.reshape.default, (piece, list(shape)), into, fresh)

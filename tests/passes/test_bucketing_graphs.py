@@ -43,8 +43,8 @@ def test_gather_bucket() -> None:
         "reshape(%0, [32])", "reshape(%2, [2])", "cat([%3, %1, %4])",
         "all_gather_into_tensor(%5, 2, dp)", "wait_tensor(%6)",
         "reshape(%7, [2, 40])", "split_with_sizes(%8, [32, 6, 2], 1)",
-        "getitem(%9, 0)", "reshape(%10, [8, 8])", "getitem(%9, 1)", "reshape(%12, [12])",
-        "getitem(%9, 2)", "reshape(%14, [4, 1])", "output((%11, %13, %15))",
+        "getitem(%9, 0)", "clone(%10)", "reshape(%11, [8, 8])", "getitem(%9, 1)", "clone(%13)", "reshape(%14, [12])",
+        "getitem(%9, 2)", "clone(%16)", "reshape(%17, [4, 1])", "output((%12, %15, %18))",
     ]
 
 
