@@ -42,8 +42,9 @@ class BackendOptions:
         mixed_dtypes: gathers of several element types may share a bucket, sent as bytes.
         coalesced: the kinds whose buckets are sent member by member, each where it lies, in one coalesced call, instead
             of being copied into one buffer; where a member does not lie contiguous, the bucket is copied.
-        kernels: what packs and unpacks the other buckets: ``"ops"``, torch's operators; ``"triton"``, one operator of
-            our own each (:mod:`inductor_passes.kernels`), Triton kernels on CUDA; ``"auto"``, ours where they run so.
+        kernels: what packs and unpacks the other buckets, and casts for a coalesced gather: ``"ops"``, torch's
+            operators; ``"triton"``, one operator of our own each (:mod:`inductor_passes.kernels`), Triton kernels on
+            CUDA; ``"auto"``, ours where they run so.
         dedup: ``"off"``; ``"drop"``: ``RS(a) + RS(b)`` becomes ``RS(a + b)``, which reassociates the sum, and mixed
             roles merge without a role; ``"refuse"``: likewise, equal roles only.
         fusion: fuse all-gather + matmul and matmul + reduce-scatter of tensor parallelism on groups with symmetric
@@ -70,7 +71,7 @@ class BackendOptions:
     fqns: tuple[str, ...] = ()
     mixed_dtypes: bool = False
     coalesced: tuple[str, ...] = ()
-    kernels: str = "ops"
+    kernels: str = "auto"
     dedup: str = "off"
     fusion: bool = False
     overlap: int = 0
@@ -123,7 +124,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None) -> Backen
     _one_of("inner", own.get("inner", "inductor"), INNER)
     _one_of("order", own.get("order", "param_group"), ORDERS)
     _one_of("dedup", own.get("dedup", "off"), DEDUP)
-    _one_of("kernels", own.get("kernels", "ops"), KERNELS)
+    _one_of("kernels", own.get("kernels", "auto"), KERNELS)
     for name in ("bucketing", "dump", "fusion", "mixed_dtypes", "reshard", "strict_lite"):
         _one_of(name, own.get(name, True), (True, False))
     overlap = own.get("overlap", 0)
