@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from .recorded_facts import Facts, difference
 from .step_inputs import Batch
 
 Gradients = tuple[torch.Tensor | None, ...]
+ANY: Final = "any"
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +28,8 @@ class Recording:
         returned: what the step returned, taken apart; a replay fills its tensors.
         spec: how to put that together again.
         parameters: of the model and the optimizers.
-        before: their gradients when recording began.
-        after: their gradients when it ended.
+        entry: the gradient that each has to have before a replay, or `ANY`: the step begins by dropping it.
+        after: the gradients that a replay leaves.
         facts: what has to hold.
         run: replays.
     """
@@ -37,7 +38,7 @@ class Recording:
     returned: tuple[torch.Tensor | None, ...]
     spec: Any
     parameters: tuple[torch.Tensor, ...]
-    before: Gradients
+    entry: tuple[Any, ...]
     after: Gradients
     facts: Facts
     run: Callable[[], object]
@@ -62,34 +63,22 @@ class Recording:
         parameters = _parameters(model, optimizers)
         before, held = _gradients(parameters), Facts.of(model, optimizers)
         try:
-            returned, run = recorder.record(lambda: step(*args, **kwargs))
-        except (RuntimeError, torch.AcceleratorError) as error:
-            raise InstallError(
-                "record_step expects a step that reads no value back and waits for nothing, found one that cannot be "
-                f"recorded ({str(error).splitlines()[0]}): leave .item(), printing of losses, checks for NaN and "
-                "copies from the CPU to the code around the step, and compile it in the warm-up (raise warmup)"
-            ) from error
-        changed = difference(held, model, optimizers)
-        if changed:
-            raise InstallError(
-                f"record_step expects a step that changes tensors in place and nothing else, found one that changes "
-                f"the {changed}: do that around the step (a scheduler's step with a learning rate that is a tensor)"
-            )
-        after = _gradients(parameters)
-        for (name, _), was, now in zip(_named(model, parameters), before, after, strict=True):
-            if was is not None and now is None:
+            returned, run = _recorded(recorder, lambda: step(*args, **kwargs))
+            changed = difference(held, model, optimizers)
+            if changed:
                 raise InstallError(
-                    f"record_step expects no gradient before a step that leaves none, found one of {name!r}: call "
-                    "zero_grad() first"
+                    "record_step expects a step that changes tensors in place and nothing else, found one that changes "
+                    f"the {changed}: do that around the step (a scheduler's step with a learning rate that is a tensor)"
                 )
-        leaves, spec = pytree.tree_flatten(returned)
-        for one in leaves:
-            if one is not None and not isinstance(one, torch.Tensor):
-                raise InstallError(
-                    f"record_step expects a step that returns tensors or None, found {one!r}, which no replay could "
-                    "renew: return a tensor, or keep it out"
-                )
-        return cls(batch, tuple(leaves), spec, parameters, before, after, held, run)
+            after = _gradients(parameters)
+            entry = tuple(_entry(*three) for three in zip(_names(model, parameters), before, after, strict=True))
+            leaves, spec = pytree.tree_flatten(returned)
+            _check_returned(leaves)
+        except BaseException:
+            for parameter, was in zip(parameters, before, strict=True):
+                parameter.grad = was  # what recording put there holds nothing
+            raise
+        return cls(batch, tuple(leaves), spec, parameters, entry, after, held, run)
 
     def takes(self, given: Batch) -> bool:
         """Whether a batch has the shapes, dtypes, devices and other arguments of the recorded one."""
@@ -97,10 +86,9 @@ class Recording:
 
     def difference(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
         """What is not as it was when the step was recorded, in words; None if all is."""
-        for number, (parameter, was, left) in enumerate(zip(self.parameters, self.before, self.after, strict=True)):
-            zeroed_inside = was is not None and left is not was
-            if parameter.grad is not was and not zeroed_inside:
-                name, _ = _named(model, self.parameters)[number]
+        for number, (parameter, was) in enumerate(zip(self.parameters, self.entry, strict=True)):
+            if parameter.grad is not was and was is not ANY:
+                name = _names(model, self.parameters)[number]
                 return f"gradient of {name}: {_say(was)}, then {_say(parameter.grad)}"
         return difference(self.facts, model, optimizers)
 
@@ -109,9 +97,8 @@ class Recording:
         for mine, one in zip(self.batch.tensors, given.tensors, strict=True):
             mine.copy_(one)
         self.run()
-        for parameter, was, left in zip(self.parameters, self.before, self.after, strict=True):
-            if left is not was:
-                parameter.grad = left
+        for parameter, left in zip(self.parameters, self.after, strict=True):
+            parameter.grad = left
         with torch.no_grad():
             kept = [None if one is None else one.detach().clone() for one in self.returned]
         return pytree.tree_unflatten(kept, self.spec)
@@ -140,9 +127,40 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     return tuple(one.grad for one in parameters)
 
 
-def _named(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def _names(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
     names = {id(one): name for name, one in model.named_parameters()}
-    return [(names.get(id(one), f"parameter {number}"), one) for number, one in enumerate(parameters)]
+    return [names.get(id(one), f"parameter {number}") for number, one in enumerate(parameters)]
+
+
+def _recorded(recorder: Recorder, run: Callable[[], Any]) -> tuple[Any, Callable[[], object]]:
+    try:
+        return recorder.record(run)
+    except RuntimeError as error:
+        raise InstallError(
+            "record_step expects a step that reads no value back and waits for nothing, found one that cannot be "
+            f"recorded ({str(error).splitlines()[0]}): leave .item(), printing of losses, checks for NaN and copies "
+            "from the CPU to the code around the step, and compile it in the warm-up (raise warmup)"
+        ) from error
+
+
+def _entry(name: str, was: torch.Tensor | None, left: torch.Tensor | None) -> Any:
+    """What a gradient has to be before a replay, from what it was before and after the recording."""
+    if was is None or left is was:
+        return was
+    if left is not None:
+        return ANY
+    raise InstallError(
+        f"record_step expects no gradient before a step that leaves none, found one of {name!r}: call zero_grad() first"
+    )
+
+
+def _check_returned(leaves: Sequence[Any]) -> None:
+    for one in leaves:
+        if one is not None and not isinstance(one, torch.Tensor):
+            raise InstallError(
+                f"record_step expects a step that returns tensors or None, found {one!r}, which no replay could renew: "
+                "return a tensor, or keep it out"
+            )
 
 
 def _say(gradient: torch.Tensor | None) -> str:

@@ -114,6 +114,18 @@ def test_gradients_that_the_loop_zeroes_around_it() -> None:
     assert recorded.run.replays == STEPS - 2
 
 
+def test_clipping_is_part_of_the_step() -> None:
+    def clipped(loop: Loop) -> Loop:
+        step = loop.optimizer.step
+        loop.optimizer.step = lambda: (torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5), step())  # type: ignore[method-assign]
+        return loop
+
+    recorded = clipped(Loop()).recorded()
+    found = recorded.train()
+    assert same(clipped(Loop()).train(), found) and recorded.run.replays == STEPS - 2
+    assert not same(Loop().train(), found)
+
+
 def test_gradients_that_are_read_after_a_step() -> None:
     def sums(loop: Loop) -> list[torch.Tensor]:
         seen: list[torch.Tensor] = []
@@ -306,3 +318,16 @@ def test_a_warm_up_is_needed() -> None:
     loop = Loop()
     with pytest.raises(InstallError, match="at least 1 plain step as warm-up, found warmup=0"):
         fsdp_hooks.record_step(loop.step, loop.model, loop.optimizer, warmup=0)
+
+
+@pytest.mark.parametrize("make", [reads, returns, schedules], ids=lambda make: make.__name__)
+def test_gradients_are_what_they_were_when_recording_fails(make: Callable[[Loop], Step]) -> None:
+    loop, batch = Loop("before"), (torch.ones(4, 6), torch.ones(4, 4))
+    run = RecordedStep(make(loop), loop.model, (loop.optimizer,), 1, Replayer())
+    run(*batch)
+    held = [p.grad for p in loop.model.parameters()]
+    values = [one.to_local().clone() for one in held]
+    with pytest.raises(InstallError):
+        run(*batch)
+    assert all(p.grad is one for p, one in zip(loop.model.parameters(), held, strict=True))
+    assert same(values, [one.to_local() for one in held])
