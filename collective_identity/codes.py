@@ -204,6 +204,14 @@ EAGER_ROLES: Final = Code(
     "eager FSDP2 says its roles wherever something traces it; nothing was to be compiled",
     "nothing to do; to compile, use fsdp_hooks.install instead of use_functional_comms",
 )
+UNWAITED_INPUT: Final = Code(
+    "CI045",
+    "unwaited_input",
+    "error",
+    "a compiled function is given a collective's result that needs a gradient and that nobody has waited for; torch "
+    "2.12 to 2.15 gives it zeros",
+    "copy it first (x = x.clone()), or compile the collective too; docs/upstream/async-collective-input.md",
+)
 
 # Across ranks.
 RANKS_DISAGREE: Final = Code(
@@ -253,6 +261,7 @@ _TABLE: Final = (
     LITE_SKIPPED,
     NOTHING_COMPILED,
     EAGER_ROLES,
+    UNWAITED_INPUT,
     RANKS_DISAGREE,
     AGREEMENT_TIMEOUT,
     EXPECTED_MISMATCH,

@@ -26,7 +26,7 @@ from torch._guards import CompileContext
 
 import collective_identity as ci
 from collective_identity import compat, session
-from collective_identity.codes import DROPPED_UNKNOWN, LITE_SKIPPED, STRUCTURE_MISMATCH
+from collective_identity.codes import DROPPED_UNKNOWN, LITE_SKIPPED, STRUCTURE_MISMATCH, UNWAITED_INPUT
 from collective_identity.digest import CollectiveRow
 from collective_identity.ledger import STEP, GraphKind, GraphLog
 from collective_identity.outside import say_eager_modules
@@ -45,6 +45,7 @@ from .random_in_checkpoints import RandomInCheckpoints
 from .reconcile import reconciled
 from .reshard import Reshard
 from .unseen import unseen
+from .unwaited import unwaited_inputs
 from .upstream_passes import REGIONS, hooks_survive, rewrites_collectives
 
 logger = logging.getLogger("collective_identity.inductor_passes")
@@ -103,6 +104,8 @@ class _Compile:
         self._cacheable = options.cacheable and not in_marks
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
+        if names := unwaited_inputs(gm, inputs):
+            self._session.ledger.event(UNWAITED_INPUT, detail=f"inputs {', '.join(names)}")
         self._modules = self._session.models_of(inputs)
         self._observe = self._session.mode == "observe"
         if options.dump and self._session.run_dir is None:
