@@ -143,6 +143,16 @@ def scaler_found(scaler: Any, optimizer: Any) -> torch.Tensor:
     return torch.stack([one.to(scaler._scale.device) for one in found]).sum()
 
 
+def step_hooks_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Numbers of the hooks around an optimizer's step, in the order they run."""
+    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often this rank's part of a tensor was written in place."""
+    return int(getattr(tensor, "_local_tensor", tensor)._version)
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Where this rank's part of a tensor lies: ``DTensor._local_tensor``, torch/distributed/tensor/_api.py."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())

@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,14 +18,16 @@ from torch import nn
 from . import compat_step
 from .runtime import BINDINGS, UNIT
 
+PLAIN: Final = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
+
 
 @dataclass(slots=True)
 class Facts:
     """What holds at one time, in an order that only the model's structure decides.
 
     Attributes:
-        objects: modules, parameters, optimizer state, FSDP2's options.
-        values: flags, addresses, hyperparameters.
+        objects: modules and whatever their attributes hold, optimizer state, FSDP2's options.
+        values: flags, hooks, addresses, hyperparameters, grad mode and autocast.
         words: for each of the objects, then for each of the values, what it is; empty unless asked for.
     """
 
@@ -38,6 +41,7 @@ class Facts:
     ) -> Facts:
         """What holds now."""
         made = cls()
+        made._surroundings(in_words)
         for name, module in model.named_modules():
             made._module(module, name, in_words)
         for number, optimizer in enumerate(optimizers):
@@ -48,18 +52,29 @@ class Facts:
         return (
             isinstance(other, Facts)
             and len(self.objects) == len(other.objects)
-            and all(map(operator.is_, self.objects, other.objects))
+            and (
+                all(map(operator.is_, self.objects, other.objects))
+                or all(map(_same, self.objects, other.objects))
+            )
             and self.values == other.values
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+    def _surroundings(self, in_words: bool) -> None:
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        self.values += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+        if in_words:
+            self.words[1].extend(("grad mode", "inference mode", "autocast"))
 
     def _module(self, module: nn.Module, name: str, in_words: bool) -> None:
         held = module.__dict__
         bindings = held.get(BINDINGS, {})
         parameters, buffers = held["_parameters"], held["_buffers"]
         self.objects.append(module)
+        self.objects += held.values()
         self.objects += parameters.values()
+        self.objects += buffers.values()
         self.objects += [bindings[attribute].spec for attribute in parameters if attribute in bindings]
         self.values += (held["training"], compat_step.hooks_of(module))
         if UNIT in held:
@@ -73,7 +88,9 @@ class Facts:
             objects, values = self.words
             place = f" of {name or 'the model'}"
             objects.append(f"module{place}")
+            objects += [f"attribute {attribute}{place}" for attribute in held]
             objects += [f"parameter {attribute}{place}" for attribute in parameters]
+            objects += [f"buffer {attribute}{place}" for attribute in buffers]
             objects += [f"FSDP2's options for {attribute}{place}" for attribute in parameters if attribute in bindings]
             values += (f"train() or eval(){place}", f"hooks{place}")
             if UNIT in held:
@@ -84,6 +101,9 @@ class Facts:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, in_words: bool) -> None:
         objects, values = self.words
+        self.values.append(compat_step.step_hooks_of(optimizer))
+        if in_words:
+            values.append(f"step hooks of {name}")
         for index, group in enumerate(optimizer.param_groups):
             place = f" of {name}, group {index}"
             given = {key: value for key, value in group.items() if key != "params"}
@@ -97,8 +117,11 @@ class Facts:
                 state = optimizer.state.get(parameter, {})
                 self.objects.append(parameter)
                 self.objects += state.values()
+                self.values += (parameter.requires_grad, compat_step.address_of(parameter))
                 if in_words:
                     objects.append(f"parameter {position}{place}")
+                    which = f"parameter {position}{place}"
+                    values += (f"requires_grad of {which}", f"memory of {which}")
                     objects += [f"{key} of parameter {position}{place}" for key in state]
 
 
@@ -111,12 +134,17 @@ def difference(
     now = Facts.of(model, optimizers, in_words=True)
     objects, values = now.words
     for word, was, one in _pairs(objects, before.objects, now.objects):
-        if was is not one:
+        if not _same(was, one):
             return f"{word}: {_say(was)}, then {_say(one)}"
     for word, was, one in _pairs(values, before.values, now.values):
         if was != one:
             return f"{word}: {_say(was)}, then {_say(one)}"
     return f"number of modules, parameters or state: {len(before.objects)}, then {len(now.objects)}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """The same object, or equal values of a type that cannot change."""
+    return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
 
 
 def _pairs(words: Iterable[str], before: Iterable[Any], now: Iterable[Any]) -> Iterable[tuple[str, Any, Any]]:

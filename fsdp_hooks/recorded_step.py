@@ -41,7 +41,9 @@ class RecordedStep:
         recorder: Recorder | None,
     ) -> None:
         self._step, self._model, self._optimizers = step, model, optimizers
-        self._recorder, self._warmup, self._to_warm, self._changes = recorder, warmup, warmup, 0
+        self._recorder, self._warmup, self._to_warm = recorder, warmup, warmup
+        self._changes = self._strange = 0
+        self._stranger: Batch | None = None
         self._recording: Recording | None = None
         self.replays = self.plain = 0
 
@@ -65,8 +67,14 @@ class RecordedStep:
             if changed:
                 self._forget(changed)
             else:
-                self._changes = 0
-        elif self._recording is None and self._to_warm == 0:
+                self._changes = self._strange = 0
+        elif self._recording is not None:
+            self._strange = self._strange + 1 if self._stranger is not None and self._stranger.like(batch) else 1
+            self._stranger = batch.described()
+            if self._strange > _AGAIN:
+                logger.warning("the step is recorded anew: the last %d batches were unlike the recorded one", _AGAIN)
+                self._recording, self._to_warm, self._strange = None, 0, 0
+        if self._recording is None and self._to_warm == 0:
             self._recording = Recording.of(self._step, self._model, self._optimizers, batch, self._recorder)
         if self._recording is not None and self._recording.takes(batch):
             self.replays += 1
@@ -77,7 +85,7 @@ class RecordedStep:
 
     def reset(self) -> None:
         """Give the recording and its memory up; the next calls run plainly, then one records again."""
-        self._recording, self._to_warm, self._changes = None, self._warmup, 0
+        self._recording, self._to_warm, self._changes, self._strange = None, self._warmup, 0, 0
 
     def _forget(self, changed: str) -> None:
         self._recording, self._to_warm, self._changes = None, 1, self._changes + 1
@@ -104,16 +112,17 @@ def record_step(
     ``zero_grad``. Every call is one training step, whether it is a plain one, the recording or a replay. A batch of
     other shapes than the recorded one runs plainly. On a CPU all calls do.
 
-    What a plain step would follow is compared at every call: modules, parameters and where they lie, ``train()`` and
-    ``eval()``, hooks, FSDP2's options, gradients, hyperparameters and state of the optimizers. After a change the step
-    is recorded anew, with a warning.
+    What a plain step would follow is compared at every call: the model's modules with their attributes, parameters and
+    buffers and where they lie, ``train()`` and ``eval()``, hooks, FSDP2's options, gradients, hyperparameters, state
+    and hooks of the optimizers, grad mode and autocast. After a change the step is recorded anew, with a warning.
+    docs/fast-steps.md says what cannot be seen.
 
     Args:
-        step: takes tensors on the model's device and anything else that stays equal; returns tensors or None, nested
-            as you like. It reads no value back (``.item()``), and what it does in Python happens once.
+        step: takes tensors on the model's device, numbers and strings, nested as you like, and only reads them; returns
+            tensors or None. It reads no value back (``.item()``), and what it does in Python happens once.
         model: what ``install`` or ``data_parallel`` was called on.
-        optimizers: every optimizer that ``step`` uses, with ``capturable=True``. Learning rates that change are tensors
-            on the device, which torch's schedulers change in place.
+        optimizers: every optimizer that ``step`` uses, with ``capturable=True`` if it has that. Learning rates that
+            change are tensors on the device, which torch's schedulers change in place.
         warmup: plain steps before the recording: the first compiles, makes optimizer state and communicators.
 
     Raises:

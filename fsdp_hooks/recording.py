@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from . import compat_step
 from .cuda_recorder import Recorder
 from .errors import InstallError
-from .recorded_facts import Facts, difference
-from .step_inputs import Batch
+from .recorded_facts import PLAIN, Facts, difference
+from .step_inputs import TENSOR, Batch
 
 Gradients = tuple[torch.Tensor | None, ...]
 ANY: Final = "any"
@@ -58,10 +59,12 @@ class Recording:
             InstallError: see ``record_step``.
         """
         _check_batch(given, model)
-        batch = Batch(tuple(one.clone() for one in given.tensors), given.fixed, given.spec)
+        with torch.inference_mode(False), torch.no_grad():
+            batch = Batch(tuple(one.clone() for one in given.tensors), given.fixed, given.spec)
         args, kwargs = batch.with_tensors(batch.tensors)
         parameters = _parameters(model, optimizers)
         before, held = _gradients(parameters), Facts.of(model, optimizers)
+        versions = _versions(before)
         try:
             returned, run = _recorded(recorder, lambda: step(*args, **kwargs))
             changed = difference(held, model, optimizers)
@@ -70,8 +73,10 @@ class Recording:
                     "record_step expects a step that changes tensors in place and nothing else, found one that changes "
                     f"the {changed}: do that around the step (a scheduler's step with a learning rate that is a tensor)"
                 )
+            _check_unwritten(batch)
             after = _gradients(parameters)
-            entry = tuple(_entry(*three) for three in zip(_names(model, parameters), before, after, strict=True))
+            written = [a != b for a, b in zip(versions, _versions(before), strict=True)]
+            entry = tuple(map(_entry, _names(model, parameters), before, after, written))
             leaves, spec = pytree.tree_flatten(returned)
             _check_returned(leaves)
         except BaseException:
@@ -82,7 +87,7 @@ class Recording:
 
     def takes(self, given: Batch) -> bool:
         """Whether a batch has the shapes, dtypes, devices and other arguments of the recorded one."""
-        return self.batch.like(given)
+        return self.batch.like(given) and not any(one.requires_grad for one in given.tensors)
 
     def difference(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
         """What is not as it was when the step was recorded, in words; None if all is."""
@@ -112,9 +117,19 @@ def _check_batch(given: Batch, model: nn.Module) -> None:
                 f"record_step expects the batch on {device}, found tensor {number} of the arguments on {one.device}: "
                 "move it before the step, a recording cannot copy from there"
             )
+        if one.layout is not torch.strided:
+            raise InstallError(
+                f"record_step expects strided tensors, found tensor {number} of the arguments in layout {one.layout}"
+            )
         if one.requires_grad:
             raise InstallError(
                 f"record_step expects data, found tensor {number} of the arguments with requires_grad: detach it"
+            )
+    for value in given.fixed:
+        if value is not TENSOR and not isinstance(value, PLAIN):
+            raise InstallError(
+                "record_step expects arguments that are tensors, numbers or strings, in tuples, lists and dicts, found "
+                f"a {type(value).__name__}, in which a change could not be seen: pass what is in it"
             )
 
 
@@ -125,6 +140,10 @@ def _parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     return tuple(one.grad for one in parameters)
+
+
+def _versions(gradients: Gradients) -> list[int]:
+    return [0 if one is None else compat_step.version_of(one) for one in gradients]
 
 
 def _names(model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
@@ -143,15 +162,30 @@ def _recorded(recorder: Recorder, run: Callable[[], Any]) -> tuple[Any, Callable
         ) from error
 
 
-def _entry(name: str, was: torch.Tensor | None, left: torch.Tensor | None) -> Any:
+def _entry(name: str, was: torch.Tensor | None, left: torch.Tensor | None, written: bool) -> Any:
     """What a gradient has to be before a replay, from what it was before and after the recording."""
     if was is None or left is was:
         return was
-    if left is not None:
-        return ANY
-    raise InstallError(
-        f"record_step expects no gradient before a step that leaves none, found one of {name!r}: call zero_grad() first"
-    )
+    if left is None:
+        raise InstallError(
+            f"record_step expects no gradient before a step that leaves none, found one of {name!r}: call zero_grad() "
+            "first"
+        )
+    if written:
+        raise InstallError(
+            f"record_step expects a step that keeps a gradient or drops it, found that of {name!r} written and then "
+            "replaced by another tensor: change it in place (param.grad.mul_), or zero_grad(set_to_none=True)"
+        )
+    return ANY
+
+
+def _check_unwritten(batch: Batch) -> None:
+    for number, one in enumerate(batch.tensors):
+        if one._version:
+            raise InstallError(
+                f"record_step expects a batch that is only read, found tensor {number} of the arguments written by the "
+                "step: a replay would write a copy; return a new tensor, or keep what adds up in a buffer"
+            )
 
 
 def _check_returned(leaves: Sequence[Any]) -> None:

@@ -22,7 +22,7 @@ from .errors import InstallError, UnsupportedOption
 from .runtime import BINDINGS
 from .step_writes import refused
 
-_TENSOR = object()
+TENSOR = object()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class Batch:
         """Take arguments apart, nested containers as well."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return cls(tensors, tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec)
+        return cls(tensors, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec)
 
     def laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Other tensors, in memory as these are, which a graph's views count on; copied only where they differ."""
@@ -180,7 +180,11 @@ class Batch:
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """``(args, kwargs)`` with other tensors."""
         given = iter(tensors)
-        return pytree.tree_unflatten([next(given) if one is _TENSOR else one for one in self.fixed], self.spec)
+        return pytree.tree_unflatten([next(given) if one is TENSOR else one for one in self.fixed], self.spec)
+
+    def described(self) -> Batch:
+        """The same without the memory of its tensors."""
+        return Batch(tuple(one.new_empty(1).expand(one.shape) for one in self.tensors), self.fixed, self.spec)
 
     def like(self, found: Batch) -> bool:
         """Whether another batch has the structure, shapes, dtypes, devices and fixed values of this one."""
