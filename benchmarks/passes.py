@@ -54,6 +54,12 @@ def coalesce(gm: fx.GraphModule) -> int:
     return len(plan.buckets)
 
 
+def take_apart(gm: fx.GraphModule) -> int:
+    """Two units whose members take turns: every one is a part, and joins its neighbours."""
+    with collector_paused():
+        return len(plan_buckets(gm, apart=True).buckets)
+
+
 def packed(gm: fx.GraphModule) -> int:
     """The same units, each packed and unpacked by one operator of ours."""
     with collector_paused():
@@ -146,6 +152,18 @@ def units(count: int, group: str) -> fx.GraphModule:
     return gathers(count, group, per_unit=50)
 
 
+def turns(count: int, group: str) -> fx.GraphModule:
+    """Gathers of two units in turn, all results read by one node."""
+    made = synthetic.Nodes(shape=(4, 8))
+    waits = []
+    for index in range(count):
+        start = made.all_gather(made.placeholder(f"w{index}"), group)
+        unit = f"layers.{index % 2}"
+        ci.stamp(start, ci.Identity(1, ci.PARAM_UNSHARD, ci.Source.EXPLICIT, "fsdp2", group, unit, (f"w{index}",)))
+        waits.append(made.call(synthetic.WAIT, start, like=start))
+    return made.module(made.call(synthetic.aten.cat.default, waits, like=waits[0]))
+
+
 def resharding(count: int, group: str) -> fx.GraphModule:
     """Forward and backward, every gather marked by its producer."""
     gm = trained(count, group)
@@ -161,8 +179,8 @@ def sums(count: int, group: str) -> fx.GraphModule:
 
 Make = Callable[[int, str], fx.GraphModule]
 PASSES: tuple[tuple[Callable[[fx.GraphModule], int], Make], ...] = (
-    (overlap, trained), (coalesce, units), (packed, units), (dedup, sums), (fuse, products), (reshard, resharding),
-    (guard, trained), (reconcile, trained), (ledger, trained),
+    (overlap, trained), (coalesce, units), (packed, units), (take_apart, turns), (dedup, sums), (fuse, products),
+    (reshard, resharding), (guard, trained), (reconcile, trained), (ledger, trained),
 )  # fmt: skip
 
 

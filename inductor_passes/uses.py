@@ -50,14 +50,29 @@ def _rearranges(node: fx.Node) -> bool:
     return target.is_view or target._opname in _REARRANGING
 
 
-def unpacking(*waits: fx.Node) -> dict[fx.Node, None]:
+def behind(sent: fx.Node) -> fx.Node:
+    """The tensor that what is sent rearranges: where a shard is uneven, only some ranks pad theirs."""
+    while _rearranges(sent) and len(sent.all_input_nodes) == 1:
+        (sent,) = sent.all_input_nodes
+    return sent
+
+
+class Inputs(dict[fx.Node, list[fx.Node]]):
+    """The inputs of each node, asked for once: a node of many collectives has a long list, made at each question."""
+
+    def __missing__(self, node: fx.Node) -> list[fx.Node]:
+        found = self[node] = node.all_input_nodes
+        return found
+
+
+def unpacking(*waits: fx.Node, inputs: Inputs) -> dict[fx.Node, None]:
     """The waits and everything computed from them alone, in order: splits, views, copies, divisions."""
     below = dict.fromkeys(waits)
     todo = [*waits]
     while todo:
         for user in todo.pop().users:
             if user not in below and user.op == "call_function" and not is_start(user) and not is_wait(user):
-                if all(node in below for node in user.all_input_nodes):
+                if all(node in below for node in inputs[user]):
                     below[user] = None
                     todo.append(user)
     return below

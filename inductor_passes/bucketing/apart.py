@@ -7,13 +7,13 @@ beginning, and the head's gradient waits for the embedding's to be reduced, when
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 from torch import fx
 
 from collective_identity.transports import Transport, waits_of
 
-from ..uses import first_use, packing, ready, unpacking
+from ..uses import Inputs, first_use, packing, ready, unpacking
 from .plan import MIB
 from .survey import Candidate
 
@@ -30,10 +30,11 @@ def apart(candidates: Sequence[Candidate], index: Mapping[fx.Node, int]) -> dict
     one before it (gathers) or after it (reductions), so that nothing comes later than it is needed.
     """
     found: dict[fx.Node, int] = {}
+    inputs = Inputs()
     streams: dict[tuple[object, ...], list[tuple[int, int, Candidate]]] = {}
     for c in candidates:
         if c.launch.transport is Transport.ALL_GATHER:
-            need = first_use(unpacking(*waits_of(c.node)), index, default=c.position)
+            need = first_use(unpacking(*waits_of(c.node), inputs=inputs), index, default=c.position)
         else:
             need = ready(c.node, packing(c.node), index)
         streams.setdefault((*c.family, c.phase), []).append((need, c.position, c))
@@ -42,7 +43,7 @@ def apart(candidates: Sequence[Candidate], index: Mapping[fx.Node, int]) -> dict
         for unit, run in groupby((c for *_, c in sorted(stream, key=lambda one: one[:2])), _unit):
             runs.setdefault(unit, []).append(list(run))
         for unit, parts in runs.items():
-            for number, part in enumerate([sum(parts, [])] if unit is None else _joined(parts)):
+            for number, part in enumerate([list(chain.from_iterable(parts))] if unit is None else _joined(parts)):
                 found.update((c.node, number) for c in part)
     return found
 
@@ -54,13 +55,13 @@ def _unit(c: Candidate) -> str | None:
 def _joined(parts: list[list[Candidate]]) -> list[list[Candidate]]:
     gathers = parts[0][0].launch.transport is Transport.ALL_GATHER
     joined: list[list[Candidate]] = []
+    sizes: list[int] = []
     for part in parts if gathers else reversed(parts):
-        if joined and min(_bytes(part), _bytes(joined[-1]) if len(joined) == 1 else SMALL) < SMALL:
-            joined[-1] = [*joined[-1], *part]
+        size = sum(c.nbytes for c in part)
+        if joined and (size < SMALL or (len(joined) == 1 and sizes[0] < SMALL)):
+            joined[-1] += part
+            sizes[-1] += size
         else:
-            joined.append(part)
+            joined.append([*part])
+            sizes.append(size)
     return joined
-
-
-def _bytes(part: Sequence[Candidate]) -> int:
-    return sum(c.nbytes for c in part)

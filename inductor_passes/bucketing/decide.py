@@ -15,6 +15,7 @@ from collective_identity.classify import classify
 from collective_identity.identity import Identity
 from collective_identity.transports import Transport
 
+from ..uses import behind
 from . import reasons
 from .apart import apart as parts_of
 from .coalesced import can_coalesce
@@ -91,7 +92,8 @@ def plan_buckets(
     if apart and order != "graph":
         parts = parts_of(candidates, {node: i for i, node in enumerate(nodes)})
     if len(candidates) > 1:
-        hazards = hazards_of(nodes, (c.launch.inputs[0] for c in candidates))
+        sent = [c.launch.inputs[0] for c in candidates]
+        hazards = hazards_of(nodes, [*sent, *map(behind, sent)])
         classes = {c.node: _class_of(c, hazards, order, mixed_dtypes, parts.get(c.node, 0)) for c in candidates}
         levels = _levels(nodes, hazards, candidates, classes)
     else:

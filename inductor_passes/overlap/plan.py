@@ -20,7 +20,7 @@ from collective_identity.roles import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, 
 from collective_identity.store import identity_of
 from collective_identity.transports import is_start, is_wait, launches, waits_of
 
-from ..uses import first_use, packing, ready, unpacking
+from ..uses import Inputs, first_use, packing, ready, unpacking
 
 _WAIT, _START = 0.5, 0.75  # before the node at that position; a start before the wait that stands there too
 _BEFORE_PACKING, _PACKING = 0.1, 0.25  # after the node at that position, and before a gather that starts there
@@ -75,13 +75,13 @@ def plan_overlap(gm: fx.GraphModule, *, ahead: int = 1) -> OverlapPlan:
 def _gathers(
     starts: Sequence[fx.Node], index: Mapping[fx.Node, int], ahead: int, places: dict[fx.Node, float]
 ) -> list[fx.Node]:
-    found = []
+    found, inputs = [], Inputs()
     for start in starts:
         above = _packing(start)
         if above is None:
             continue
         waits = waits_of(start)
-        below = unpacking(*waits)
+        below = unpacking(*waits, inputs=inputs)
         first = first_use(below, index, default=min(index[wait] for wait in waits))
         found.append((first, start, above, below))
     found.sort(key=lambda one: (one[0], index[one[1]]))
@@ -103,7 +103,7 @@ def _reductions(
 
     An all-reduce of what was scattered starts then, and ends one later.
     """
-    found = []
+    found, inputs = [], Inputs()
     for start in scatters:
         above = packing(start)
         found.append((ready(start, above, index), index[start], start, above))
@@ -113,7 +113,7 @@ def _reductions(
     ends: dict[fx.Node, int] = {}
     for k, (ready_at, _, start, above) in enumerate(found):
         places.update(dict.fromkeys((*above, start), ready_at + _PACKING))
-        below = unpacking(*waits_of(start))
+        below = unpacking(*waits_of(start), inputs=inputs)
         when = min(behind[k + 1], first_use(below, index, default=len(index)) - _WAIT)
         places.update(dict.fromkeys(below, when))
         ends.update(dict.fromkeys(below, k + 1))
@@ -121,7 +121,7 @@ def _reductions(
         scattered = next((node for node in start.all_input_nodes if node in ends), None)
         if scattered is None:
             continue
-        below = unpacking(*waits_of(start))
+        below = unpacking(*waits_of(start), inputs=inputs)
         use = first_use(below, index, default=len(index)) - _WAIT
         places[start] = min(behind[ends[scattered]], use)
         places.update(dict.fromkeys(below, min(behind[ends[scattered] + 1], use)))

@@ -123,3 +123,24 @@ def test_without_units_nothing_is_apart() -> None:
         x = b.call(aten.add.Tensor, x, b.call(aten.sum.default, one.wait))
     b.output(x)
     assert [len(bucket.members) for bucket in plan_buckets(b.module(), apart=True).buckets] == [3]
+
+
+def test_what_one_rank_pads_is_bucketed_alike_on_all() -> None:
+    """Only ranks with a short shard pad it; a write to the shard must keep the same members apart everywhere."""
+
+    def bucketed(pads: bool) -> list[tuple[str, ...]]:
+        b = Builder()
+        x = b.placeholder("x", (8, 1024))
+        made = []
+        for number in range(4):
+            shard = b.parameter(f"w{number}", (3 if pads else 4, 1024))
+            if number == 2:
+                b.call(aten.mul_.Tensor, shard, 2.0)
+            sent = b.pad(shard, [0, 0, 0, 1]) if pads else shard
+            made.append(b.all_gather(sent, role=PARAM_UNSHARD, params=(f"w{number}",), param_group="u"))
+        for one in made:
+            x = b.call(aten.add.Tensor, x, b.call(aten.sum.default, one.wait))
+        b.output(x)
+        return buckets(b.module(), apart=False)
+
+    assert bucketed(False) == bucketed(True) == [("w0", "w1"), ("w2", "w3")]
