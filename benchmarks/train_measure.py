@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from argparse import Namespace
@@ -27,6 +28,9 @@ from benchmarks.models import SHAPES, build
 from benchmarks.step_profile import profile_steps
 from benchmarks.train_layouts import Layout
 from benchmarks.train_variants import Variant
+
+BATCHES = 3
+"""Different ones in turn, so that a step that reads an old one shows in its loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,8 @@ def _step(
 ) -> Callable[[], float]:
     vocabulary = SHAPES[args.model].vocabulary
     data = torch.Generator(device=layout.device).manual_seed(layout.batch + 1)
-    tokens = torch.randint(0, vocabulary, (args.batch, args.window), device=layout.device, generator=data)
+    shape = (BATCHES, args.batch, args.window)
+    batches = itertools.cycle(torch.randint(0, vocabulary, shape, device=layout.device, generator=data).unbind())
     trained = _shards(model) if shards else list(model.parameters())
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=recorded and layout.device.type == "cuda")
 
@@ -186,7 +191,7 @@ def _step(
         return loss.detach()
 
     run = fsdp_hooks.record_step(step, model, optimizer, warmup=2) if recorded else step
-    return lambda: run(tokens).item()
+    return lambda: run(next(batches)).item()
 
 
 def _shards(model: nn.Module) -> list[nn.Parameter]:

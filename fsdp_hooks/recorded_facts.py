@@ -7,7 +7,7 @@ objects are compared by identity and kept alive by being held, the rest by value
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from . import compat_step
+from . import compat, compat_step
 from .runtime import BINDINGS, UNIT
 
 PLAIN: Final = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
@@ -61,6 +61,11 @@ class Facts:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def told(self) -> dict[str, Any]:
+        """What was taken in words, by its words."""
+        objects, values = self.words
+        return dict(zip((*objects, *values), (*self.objects, *self.values), strict=True))
+
     def _surroundings(self, in_words: bool) -> None:
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         self.values += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
@@ -82,7 +87,9 @@ class Facts:
             self.values.append([fqn for fqn, one in accumulated.items() if one.waits])
         for parameter in parameters.values():
             if parameter is not None:
-                self.values += (parameter.requires_grad, compat_step.address_of(parameter))
+                self.values += (
+                    parameter.requires_grad, compat_step.address_of(parameter), compat.gradient_hooks(parameter)
+                )  # fmt: skip
         self.values += [compat_step.address_of(one) for one in buffers.values() if one is not None]
         if in_words:
             objects, values = self.words
@@ -96,13 +103,15 @@ class Facts:
             if UNIT in held:
                 values.append(f"gradients that wait for communication{place}")
             for attribute in [key for key, one in parameters.items() if one is not None]:
-                values += (f"requires_grad of {attribute}{place}", f"memory of {attribute}{place}")
+                values += [f"{what} of {attribute}{place}" for what in ("requires_grad", "memory", "gradient hooks")]
             values += [f"memory of {attribute}{place}" for attribute, one in buffers.items() if one is not None]
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, in_words: bool) -> None:
         objects, values = self.words
+        self.objects.append(optimizer.__dict__.get("step"))  # schedulers put one there, which counts
         self.values.append(compat_step.step_hooks_of(optimizer))
         if in_words:
+            objects.append(f"step method of {name}")
             values.append(f"step hooks of {name}")
         for index, group in enumerate(optimizer.param_groups):
             place = f" of {name}, group {index}"
@@ -131,24 +140,20 @@ def difference(
     """The first thing that is not as it was, in words; None if all is."""
     if before == Facts.of(model, optimizers):
         return None
-    now = Facts.of(model, optimizers, in_words=True)
-    objects, values = now.words
-    for word, was, one in _pairs(objects, before.objects, now.objects):
-        if not _same(was, one):
-            return f"{word}: {_say(was)}, then {_say(one)}"
-    for word, was, one in _pairs(values, before.values, now.values):
-        if was != one:
-            return f"{word}: {_say(was)}, then {_say(one)}"
-    return f"number of modules, parameters or state: {len(before.objects)}, then {len(now.objects)}"
+    now = Facts.of(model, optimizers, in_words=True).told()
+    was = before.told()
+    for word, value in now.items():
+        if word not in was:
+            return f"{word}: none, then {_say(value)}"
+        if not _same(was[word], value) and not (word in before.words[1] and was[word] == value):
+            return f"{word}: {_say(was[word])}, then {_say(value)}"
+    gone = next((word for word in was if word not in now), None)
+    return "order of the modules" if gone is None else f"{gone}: {_say(was[gone])}, then none"
 
 
 def _same(a: Any, b: Any) -> bool:
     """The same object, or equal values of a type that cannot change."""
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
-
-
-def _pairs(words: Iterable[str], before: Iterable[Any], now: Iterable[Any]) -> Iterable[tuple[str, Any, Any]]:
-    return zip(words, before, now, strict=False)
 
 
 def _say(value: Any) -> str:

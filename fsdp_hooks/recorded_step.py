@@ -7,7 +7,7 @@ collectives, which a CUDA graph can hold; eager FSDP2's hooks, streams and freed
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class RecordedStep:
                 logger.warning("the step is recorded anew: the last %d batches were unlike the recorded one", _AGAIN)
                 self._recording, self._to_warm, self._strange = None, 0, 0
         if self._recording is None and self._to_warm == 0:
+            _check_captured(self._model)
             self._recording = Recording.of(self._step, self._model, self._optimizers, batch, self._recorder)
         if self._recording is not None and self._recording.takes(batch):
             self.replays += 1
@@ -102,7 +103,7 @@ class RecordedStep:
 def record_step(
     step: Callable[..., Any],
     model: nn.Module,
-    optimizers: torch.optim.Optimizer | tuple[torch.optim.Optimizer, ...],
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     *,
     warmup: int = 3,
 ) -> RecordedStep:
@@ -130,16 +131,23 @@ def record_step(
             elsewhere or wants a gradient; the step cannot be recorded, changes more than tensors or returns other
             things; what it was recorded with changed four times without a replay.
     """
+    _check_captured(model)
+    if type(warmup) is not int or warmup < 1:
+        raise InstallError(f"record_step expects at least 1 plain step as warm-up, found warmup={warmup}")
+    several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    strange = next((one for one in several if not isinstance(one, torch.optim.Optimizer)), None)
+    if strange is not None:
+        raise InstallError(f"record_step expects optimizers, found a {type(strange).__name__}: pass every one it steps")
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        logger.info("record_step: nothing is recorded on %s, every step runs plainly", device)
+    return RecordedStep(step, model, several, warmup, CudaRecorder(device) if device.type == "cuda" else None)
+
+
+def _check_captured(model: nn.Module) -> None:
     if not is_installed(model):
         raise InstallError(
             "record_step expects a model that fsdp_hooks.install or data_parallel captured, found a "
             f"{type(model).__name__} that is not: FSDP2's own hooks cannot be recorded in a CUDA graph; call "
             "install(model) first and pass the model itself, not what torch.compile returned"
         )
-    if warmup < 1:
-        raise InstallError(f"record_step expects at least 1 plain step as warm-up, found warmup={warmup}")
-    several = tuple(optimizers) if isinstance(optimizers, (tuple, list)) else (optimizers,)
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        logger.info("record_step: nothing is recorded on %s, every step runs plainly", device)
-    return RecordedStep(step, model, several, warmup, CudaRecorder(device) if device.type == "cuda" else None)

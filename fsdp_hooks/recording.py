@@ -63,7 +63,7 @@ class Recording:
             batch = Batch(tuple(one.clone() for one in given.tensors), given.fixed, given.spec)
         args, kwargs = batch.with_tensors(batch.tensors)
         parameters = _parameters(model, optimizers)
-        before, held = _gradients(parameters), Facts.of(model, optimizers)
+        before, held = _gradients(parameters), Facts.of(model, optimizers, in_words=True)
         versions = _versions(before)
         try:
             returned, run = _recorded(recorder, lambda: step(*args, **kwargs))

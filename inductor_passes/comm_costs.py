@@ -134,8 +134,9 @@ class CommCosts:
             given = _with_fields(json.loads(text), cls)
             costs = {kind: KindCosts(**_with_fields(given[kind], KindCosts)) for kind in KINDS}
             return cls(**{**given, **costs})
-        except ValueError as error:
-            raise ValueError(f"expected the text of CommCosts.to_json, found {text[:80]!r}: {error}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            found = repr(text)[:80]
+            raise ValueError(f"expected the text of CommCosts.to_json, found {found}: {error}") from error
 
 
 def fit_costs(points: Sequence[tuple[int, float]]) -> KindCosts:

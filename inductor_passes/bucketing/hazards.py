@@ -133,7 +133,8 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
         if written and is_wait(node):  # hands on memory without reading it
             root = memory.root(i)
             targets.update({root} & received)
-            reads = set(sent.pop(root, ()))
+            one = _place(node)
+            reads = set(sent.pop(root, ())) if one is None else set(sent.get(root, ())[one : one + 1])
         elif written and (launch := launch_of(node)) is not None:
             sent.setdefault(memory.root(i), []).extend(memory.root(index[one]) for one in launch.inputs)
         for root in targets:
@@ -150,6 +151,13 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
         if needs:
             before[i] = needs
     return Hazards(MappingProxyType(before), tuple(touching))
+
+
+def _place(wait: fx.Node) -> int | None:
+    """Which of a coalesced collective's results is waited for; None where there is one."""
+    (result,) = wait.all_input_nodes
+    place = result.args[1] if result.target is operator.getitem else None
+    return place if isinstance(place, int) else None
 
 
 class _Memory:

@@ -36,9 +36,12 @@ def apply_overlap(gm: fx.GraphModule, plan: OverlapPlan) -> bool:
     output = len(nodes) - 1
     before[output] = list(range(output))
     priority = [-1e18 if node.op == "placeholder" else float(i) for i, node in enumerate(nodes)]
-    for node, place in plan.places.items():
-        behind = max(hazards.before.get(index[node], ()), default=-1) + 0.25  # nobody else moves for a gather
-        priority[index[node]] = max(place, behind, -1e17)
+    behind: dict[fx.Node, float] = {}  # nobody else moves for a collective, nor for what only some ranks pad for it
+    for i, node in enumerate(nodes):
+        if node in plan.places:
+            own = max(hazards.before.get(i, ()), default=-1) + 0.25
+            behind[node] = max(own, *(behind.get(above, own) for above in node.all_input_nodes), own)
+            priority[i] = max(plan.places[node], behind[node], -1e17)
     ordered = stable_order(before, priority, [index[start] for start in plan.started])
     if ordered == list(range(len(nodes))):
         return False

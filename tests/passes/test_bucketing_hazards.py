@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from collective_identity.transports import WAIT
 from inductor_passes.bucketing.hazards import Hazards, hazards_of
 from tests.graphs import Builder, aten
 
@@ -211,3 +212,16 @@ def test_a_collective_is_under_way_until_it_is_waited_for(form: str) -> None:
     found, _ = edges(b, x)
     assert (wait.name, write.name) in found
     assert read is None or (wait.name, read.name) in found
+
+
+def test_what_a_coalesced_collective_sends_is_read_until_its_own_wait() -> None:
+    b = Builder()
+    shards = [b.placeholder(name) for name in "vw"]
+    start = b.call(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, shards, 2, "dp")
+    waits = [b.call(WAIT, b.call(operator.getitem, start, place)) for place in range(2)]
+    written = b.call(torch.ops.aten.mul_.Tensor, shards[1], 2.0)
+    b.output(*waits)
+    nodes = list(b.module().graph.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    before = hazards_of(nodes, shards).before
+    assert index[waits[1]] in before[index[written]] and index[waits[0]] not in before[index[written]]

@@ -127,7 +127,7 @@ def test_any_edit_is_another_version(tmp_path: Path) -> None:
 
     def fresh_hash() -> str:
         """As a new process computes it: torch and we remember the answer."""
-        upstream.get_hash_for_files.cache_clear()
+        upstream.caches.get_hash_for_files.cache_clear()
         upstream.source_hash.cache_clear()
         return upstream.source_hash(*packages)
 

@@ -153,3 +153,19 @@ def test_wrong_arguments() -> None:
     other, _, _ = layers(2)
     with pytest.raises(ValueError, match="expected a plan of this graph"):
         apply_overlap(other, plan_overlap(gm))
+
+
+def test_ranks_that_pad_a_written_shard_order_collectives_as_the_others() -> None:
+    def ordered(pads: bool) -> list[str]:
+        b = Builder()
+        g, shard = b.placeholder("g", (8, 8)), b.placeholder("w", (3 if pads else 4, 8))
+        scattered = b.reduce_scatter(b.call(aten.sin.default, g), role=GRAD_REDUCE_SHARD)
+        b.call(aten.mul_.Tensor, shard, 2.0)
+        gathered = b.all_gather(b.pad(shard, [0, 0, 0, 1]) if pads else shard, role=PARAM_UNSHARD)
+        b.output(b.call(aten.mm.default, g, gathered.wait), scattered.wait)
+        gm = b.module()
+        apply_overlap(gm, plan_overlap(gm, ahead=1))
+        gm.graph.lint()
+        return [str(node.target) for node in start_nodes(gm)]
+
+    assert ordered(True) == ordered(False)

@@ -36,11 +36,12 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kernels_fails_where_a_bound_is_not_kept() -> None:
     def rows(equal: bool = True, **figures: float) -> list[dict[str, Any]]:
         row = {"mb": 64, "members": 8, "from": "a", "to": "b", "equal": equal, "copy_ms": 1.0}
-        row |= {"ours_ms": 1.2, "ratio": 1.5}
+        row |= {"ours_ms": 1.2, "ratio": 1.5, "way": "kernel", "fastest": "cat"}
         return [{"what": what, **row, **figures} for what in ("gather_input", "gather_output")]
 
     assert kernels.failures_of(rows()) == []
     assert len(kernels.failures_of(rows(equal=False))) == 2
     assert len(kernels.failures_of(rows(ratio=0.9))) == 2 and not kernels.failures_of(rows(ratio=0.99))
+    assert not kernels.failures_of([{**row, "way": "cat"} for row in rows(ratio=0.9)]), "the very same operator"
     assert len(kernels.failures_of(rows(ours_ms=1.3))) == 1, "0.77 of the copy bandwidth, both directions together"
     assert not kernels.failures_of(rows(ours_ms=1.3, mb=16))

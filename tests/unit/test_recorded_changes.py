@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import fsdp_hooks
 from fsdp_hooks import InstallError, RecordedStep
 
 from .recorded_loop import STEPS, Loop, Step, same
@@ -51,6 +52,19 @@ def grouped(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
+def watched(loop: Loop) -> None:
+    def hook(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    for parameter in loop.model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def wrapped(loop: Loop) -> None:
+    step = loop.optimizer.step
+    loop.optimizer.step = lambda: (step(), loop.model.runs.add_(100))  # type: ignore[method-assign]
+
+
 class Scaled(Loop):
     """Its forward reads a number and a buffer of one element."""
 
@@ -63,9 +77,10 @@ class Scaled(Loop):
         return super().step(x, y, self.model.scale) + self.model.runs.sum()
 
 
-@pytest.mark.parametrize(
-    "change", [scaled, another_forward, shorter, wider, hooked, grouped], ids=lambda change: change.__name__
-)
+CHANGES = (scaled, another_forward, shorter, wider, hooked, grouped, watched, wrapped)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_two_steps_is_followed(change: Callable[[Loop], None]) -> None:
     def between(loop: Loop, number: int) -> None:
         if number == 4:
@@ -200,3 +215,29 @@ def test_shapes_that_differ_every_time_are_not_recorded() -> None:
     recorded = Loop().recorded()
     assert same(Loop().train(rows=rows), recorded.train(rows=rows))
     assert recorded.run.replays == 2
+
+
+def test_a_model_that_is_given_back_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    loop, batch = Loop().recorded(1), (torch.ones(4, 6), torch.ones(4, 4))
+    for _ in range(3):
+        loop.run(*batch)
+    fsdp_hooks.uninstall(loop.model)
+    loop.run(*batch)  # eager FSDP2, plainly
+    assert "recorded anew" in caplog.text
+    with pytest.raises(InstallError, match=r"found a FSDPNet that is not: .* call install"):
+        loop.run(*batch)
+
+
+@pytest.mark.parametrize("warmup", [0, -1, True, 1.5])
+def test_a_warm_up_is_a_number_of_steps(warmup: Any) -> None:
+    loop = Loop()
+    with pytest.raises(InstallError, match=f"at least 1 plain step as warm-up, found warmup={warmup}"):
+        fsdp_hooks.record_step(loop.step, loop.model, loop.optimizer, warmup=warmup)
+
+
+def test_optimizers_are_optimizers() -> None:
+    loop = Loop()
+    with pytest.raises(InstallError, match="expects optimizers, found a list"):
+        fsdp_hooks.record_step(loop.step, loop.model, [[loop.optimizer]])
+    run = fsdp_hooks.record_step(loop.step, loop.model, (one for one in [loop.optimizer]))
+    assert float(run(torch.ones(4, 6), torch.ones(4, 4))) > 0

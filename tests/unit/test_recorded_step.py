@@ -248,12 +248,6 @@ def test_a_model_that_is_not_captured_is_refused() -> None:
         fsdp_hooks.record_step(lambda x: x, model, torch.optim.SGD(model.parameters()))
 
 
-def test_a_warm_up_is_needed() -> None:
-    loop = Loop()
-    with pytest.raises(InstallError, match="at least 1 plain step as warm-up, found warmup=0"):
-        fsdp_hooks.record_step(loop.step, loop.model, loop.optimizer, warmup=0)
-
-
 @pytest.mark.parametrize("make", [reads, returns, schedules], ids=lambda make: make.__name__)
 def test_gradients_are_what_they_were_when_recording_fails(make: Callable[[Loop], Step]) -> None:
     loop, batch = Loop("before"), (torch.ones(4, 6), torch.ones(4, 4))
