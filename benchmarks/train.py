@@ -77,7 +77,10 @@ def run(args: argparse.Namespace, layout: Layout) -> int:
 
 def arguments() -> argparse.Namespace:
     """The command line; what does not go together ends the program with a sentence."""
-    parser = argparse.ArgumentParser(prog="torchrun -m benchmarks train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m benchmarks train", description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--model", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--layout", choices=LAYOUTS, default="fsdp")
     parser.add_argument("--tp", type=int, default=2, help="ranks of a tensor-parallel group, for --layout fsdp_tp")
@@ -86,8 +89,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank, or a tensor-parallel group")
     parser.add_argument("--window", type=int, default=64, help="tokens a sequence")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones, whose losses are compared")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--tolerance", type=float, help="relative loss difference to eager FSDP2; 2e-3, in fp32 1e-4")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="all that the layout allows by default")
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor", help="instead of Inductor")
@@ -104,6 +107,8 @@ def arguments() -> argparse.Namespace:
 
 def _complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse what does not go together, in a sentence each; put in what depends on other arguments."""
+    if args.warmup < 2:
+        parser.error(f"--warmup expects 2 steps or more, the second of which shows an update, found {args.warmup}")
     mixture = SHAPES[args.model].mixture
     if mixture is not None and args.layout == "fsdp_tp":
         parser.error(f"--layout fsdp_tp expects a dense model, whose products it splits, found --model {args.model}")

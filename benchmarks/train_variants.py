@@ -79,6 +79,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "recorded_ops": _ours(recorded=True, overlap=1, kernels="ops"),
         "recorded_coalesced": _ours(recorded=True, overlap=1, coalesced=GATHERS),
         "recorded_coalesced_ops": _ours(recorded=True, overlap=1, coalesced=GATHERS, kernels="ops"),
+        "recorded_graph": _ours(recorded=True, order="graph", cap_mb=500.0),
         "fused": _ours(("fsdp_tp",), overlap=1, fusion=True),
         "bound": Variant(bound=True, layouts=("fsdp",)),
         "bucketed_graph": _ours(order="graph", cap_mb=500.0),

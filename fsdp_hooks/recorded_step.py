@@ -133,8 +133,8 @@ def record_step(
     """
     _check_captured(model)
     if type(warmup) is not int or warmup < 1:
-        raise InstallError(f"record_step expects at least 1 plain step as warm-up, found warmup={warmup}")
-    several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        raise InstallError(f"record_step expects at least 1 plain step as warm-up, found warmup={warmup!r}")
+    several = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     strange = next((one for one in several if not isinstance(one, torch.optim.Optimizer)), None)
     if strange is not None:
         raise InstallError(f"record_step expects optimizers, found a {type(strange).__name__}: pass every one it steps")
