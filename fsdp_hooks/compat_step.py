@@ -95,9 +95,9 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook was registered to run before or after this optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def step_hooks_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Numbers of the hooks around an optimizer's step, in the order they run."""
+    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
 
 
 def foreach_by_default(params: list[torch.Tensor]) -> bool:
@@ -141,11 +141,6 @@ def scaler_found(scaler: Any, optimizer: Any) -> torch.Tensor:
     """What was recorded for ``optimizer``, summed over devices."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     return torch.stack([one.to(scaler._scale.device) for one in found]).sum()
-
-
-def step_hooks_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Numbers of the hooks around an optimizer's step, in the order they run."""
-    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
 
 
 def version_of(tensor: torch.Tensor) -> int:

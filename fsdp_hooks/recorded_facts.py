@@ -144,11 +144,11 @@ def difference(
     was = before.told()
     for word, value in now.items():
         if word not in was:
-            return f"{word}: none, then {_say(value)}"
+            return f"{word}: none, then {say(value)}"
         if not _same(was[word], value) and not (word in before.words[1] and was[word] == value):
-            return f"{word}: {_say(was[word])}, then {_say(value)}"
+            return f"{word}: {say(was[word])}, then {say(value)}"
     gone = next((word for word in was if word not in now), None)
-    return "order of the modules" if gone is None else f"{gone}: {_say(was[gone])}, then none"
+    return "order of the modules" if gone is None else f"{gone}: {say(was[gone])}, then none"
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -156,7 +156,7 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
 
 
-def _say(value: Any) -> str:
+def say(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, torch.Tensor):

@@ -41,11 +41,12 @@ class RecordedStep:
         recorder: Recorder | None,
     ) -> None:
         self._step, self._model, self._optimizers = step, model, optimizers
-        self._recorder, self._warmup, self._to_warm = recorder, warmup, warmup
-        self._changes = self._strange = 0
-        self._stranger: Batch | None = None
-        self._recording: Recording | None = None
+        self._recorder, self._warmup = recorder, warmup
+        self._recording: Recording | None
+        self._stranger: Batch | None
+        self._to_warm: int
         self.replays = self.plain = 0
+        self.reset()
 
     @property
     def recorded(self) -> bool:
@@ -62,31 +63,39 @@ class RecordedStep:
             self.plain += 1
             return self._step(*args, **kwargs)
         batch = Batch.of(args, kwargs)
+        recording = self._recording_for(batch, self._recorder)
+        if recording is not None:
+            self.replays += 1
+            return recording.replay(batch)
+        self.plain += 1
+        self._to_warm = max(0, self._to_warm - 1)
+        return self._recorder.plainly(lambda: self._step(*args, **kwargs))
+
+    def _recording_for(self, batch: Batch, recorder: Recorder) -> Recording | None:
+        """What a replay with this batch does what the step would do; None: run it plainly."""
         if self._recording is not None and self._recording.takes(batch):
             changed = self._recording.difference(self._model, self._optimizers)
             if changed:
                 self._forget(changed)
             else:
                 self._changes = self._strange = 0
-        elif self._recording is not None:
+            return self._recording
+        if self._recording is not None:
             self._strange = self._strange + 1 if self._stranger is not None and self._stranger.like(batch) else 1
             self._stranger = batch.described()
-            if self._strange > _AGAIN:
-                logger.warning("the step is recorded anew: the last %d batches were unlike the recorded one", _AGAIN)
-                self._recording, self._to_warm, self._strange = None, 0, 0
-        if self._recording is None and self._to_warm == 0:
+            if self._strange <= _AGAIN:
+                return None
+            logger.warning("the step is recorded anew: the last %d batches were unlike the recorded one", _AGAIN)
+            self._recording, self._to_warm, self._strange = None, 0, 0
+        if self._to_warm == 0:
             _check_captured(self._model)
-            self._recording = Recording.of(self._step, self._model, self._optimizers, batch, self._recorder)
-        if self._recording is not None and self._recording.takes(batch):
-            self.replays += 1
-            return self._recording.replay(batch)
-        self.plain += 1
-        self._to_warm = max(0, self._to_warm - 1)
-        return self._recorder.plainly(lambda: self._step(*args, **kwargs))
+            self._recording = Recording.of(self._step, self._model, self._optimizers, batch, recorder)
+        return self._recording
 
     def reset(self) -> None:
         """Give the recording and its memory up; the next calls run plainly, then one records again."""
-        self._recording, self._to_warm, self._changes, self._strange = None, self._warmup, 0, 0
+        self._recording, self._stranger = None, None
+        self._to_warm, self._changes, self._strange = self._warmup, 0, 0
 
     def _forget(self, changed: str) -> None:
         self._recording, self._to_warm, self._changes = None, 1, self._changes + 1

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from . import compat_step
 from .cuda_recorder import Recorder
 from .errors import InstallError
-from .recorded_facts import PLAIN, Facts, difference
+from .recorded_facts import PLAIN, Facts, difference, say
 from .step_inputs import TENSOR, Batch
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -94,7 +94,7 @@ class Recording:
         for number, (parameter, was) in enumerate(zip(self.parameters, self.entry, strict=True)):
             if parameter.grad is not was and was is not ANY:
                 name = _names(model, self.parameters)[number]
-                return f"gradient of {name}: {_say(was)}, then {_say(parameter.grad)}"
+                return f"gradient of {name}: {say(was)}, then {say(parameter.grad)}"
         return difference(self.facts, model, optimizers)
 
     def replay(self, given: Batch) -> Any:
@@ -195,7 +195,3 @@ def _check_returned(leaves: Sequence[Any]) -> None:
                 f"record_step expects a step that returns tensors or None, found {one!r}, which no replay could renew: "
                 "return a tensor, or keep it out"
             )
-
-
-def _say(gradient: torch.Tensor | None) -> str:
-    return "none" if gradient is None else f"a tensor of shape {list(gradient.shape)}"

@@ -188,15 +188,7 @@ class Batch:
 
     def like(self, found: Batch) -> bool:
         """Whether another batch has the structure, shapes, dtypes, devices and fixed values of this one."""
-        return (
-            self.spec == found.spec
-            and len(self.tensors) == len(found.tensors)
-            and all(
-                (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-                for a, b in zip(self.tensors, found.tensors, strict=True)
-            )
-            and all(a is b or _equal(a, b) for a, b in zip(self.fixed, found.fixed, strict=True))
-        )
+        return self._difference(found) is None
 
     def expect(self, found: Batch) -> None:
         """Compare with the batch that the step was traced with; ``self`` is that one.
@@ -204,22 +196,26 @@ class Batch:
         Raises:
             InstallError: other structure, shapes, dtypes, devices or fixed values.
         """
+        difference = self._difference(found)
+        if difference is not None:
+            raise InstallError(f"the step expects {difference}")
+
+    def _difference(self, found: Batch) -> str | None:
         if self.spec != found.spec or len(self.tensors) != len(found.tensors):
-            raise InstallError(
-                f"the step expects arguments as it was traced with, {self.spec}, found {found.spec}: trace it again"
-            )
+            return f"arguments as it was traced with, {self.spec}, found {found.spec}: trace it again"
         for place, (a, b) in enumerate(zip(self.tensors, found.tensors, strict=True)):
             if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-                raise InstallError(
-                    f"the step expects tensor {place} of its arguments to be {_say(a)}, as it was traced, found "
-                    f"{_say(b)}: trace a step for each shape, or pad the batch"
+                return (
+                    f"tensor {place} of its arguments to be {_say(a)}, as it was traced, found {_say(b)}: trace a step "
+                    "for each shape, or pad the batch"
                 )
         for a, b in zip(self.fixed, found.fixed, strict=True):
             if a is not b and not _equal(a, b):
-                raise InstallError(
-                    f"the step expects the argument {a!r} that it was traced with, found {b!r}: what is no tensor is "
-                    "part of the graph; trace it again, or pass a tensor"
+                return (
+                    f"the argument {a!r} that it was traced with, found {b!r}: what is no tensor is part of the graph; "
+                    "trace it again, or pass a tensor"
                 )
+        return None
 
 
 def _strided(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class TracedOptimizer:
                 f"trace_train_step expects an optimizer of {', '.join(one.__name__ for one in ELEMENTWISE)}, found "
                 f"{kind.__name__}, which may not work element by element: {_WAY_OUT}"
             )
-        if compat_step.has_step_hooks(optimizer):
+        if compat_step.step_hooks_of(optimizer):
             raise UnsupportedOption(
                 f"trace_train_step expects {kind.__name__} without step hooks, found some, which a graph would not "
                 f"call: remove them, or {_WAY_OUT}"
