@@ -51,12 +51,8 @@ def build_bucket(graph: fx.Graph, bucket: Bucket) -> Built:
     build = NodeBuilder(
         graph, mode_of(sent), {k: members[0].meta[k] for k in _HANDED_ON if k in members[0].meta}
     )
-    if bucket.coalesced:
-        built = Built(*build_coalesced(build, bucket, sent))
-        _identify(built.launch[-1], bucket)
-        return built
-    if bucket.pieces:
-        built = Built(*build_packed(build, bucket))
+    if bucket.coalesced or bucket.pieces:
+        built = Built(*(build_coalesced(build, bucket, sent) if bucket.coalesced else build_packed(build, bucket)))
         _identify(built.launch[-1], bucket)
         return built
     ranks = key.group_size or 1

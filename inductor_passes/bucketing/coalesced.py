@@ -14,6 +14,7 @@ from collective_identity.transports import coalesced_overload
 
 from ..sizes import is_static
 from .node_builder import NodeBuilder
+from .packed import pack
 from .plan import Bucket
 
 
@@ -52,11 +53,8 @@ def build_coalesced(
 def _packed(build: NodeBuilder, bucket: Bucket, sent: Sequence[fx.Node], launch: list[fx.Node]) -> list[fx.Node]:
     """What each member sends: a view of one buffer where something above it went, else the tensor itself."""
     pieces = [piece for piece in bucket.pieces if piece.above]
-    widths = [piece.width for piece in pieces]
-    arguments = ([p.source for p in pieces], widths, [p.outer for p in pieces], 1, bucket.key.dtype)
-    known = build.fresh(pieces[0].source, [sum(widths)], bucket.key.dtype)
-    packed = build.call(torch.ops.inductor_passes.pack.default, arguments, launch, known)
-    parts = build.split(packed, widths, 0, launch)
+    packed = pack(build, pieces, 1, bucket.key.dtype, launch)
+    parts = build.split(packed, [piece.width for piece in pieces], 0, launch)
     lying, number = list(sent), 0
     for place, piece in enumerate(bucket.pieces):
         if piece.above:

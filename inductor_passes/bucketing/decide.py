@@ -88,18 +88,12 @@ def plan_buckets(
     nodes = list(gm.graph.nodes)
     verdicts = classify(gm) if identities is None else identities
     candidates, refusals = survey(nodes, verdicts, wanted)
-    parts = {}
-    if apart and order != "graph":
-        parts = parts_of(candidates, {node: i for i, node in enumerate(nodes)})
-    if len(candidates) > 1:
-        sent = [c.launch.inputs[0] for c in candidates]
-        hazards = hazards_of(nodes, [*sent, *map(behind, sent)])
-        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes, parts.get(c.node, 0)) for c in candidates}
-        levels = _levels(nodes, hazards, candidates, classes)
-    else:
-        hazards = Hazards({}, ())
-        classes = {c.node: _class_of(c, hazards, order, mixed_dtypes, parts.get(c.node, 0)) for c in candidates}
-        levels = {c.node: 0 for c in candidates}
+    place, several = {node: i for i, node in enumerate(nodes)}, len(candidates) > 1
+    parts = parts_of(candidates, place) if apart and order != "graph" else {}
+    sent = [c.launch.inputs[0] for c in candidates]
+    hazards = hazards_of(nodes, [*sent, *map(behind, sent)]) if several else Hazards({}, ())
+    classes = {c.node: _class_of(c, hazards, order, mixed_dtypes, parts.get(c.node, 0)) for c in candidates}
+    levels = _levels(place, hazards, candidates, classes) if several else {c.node: 0 for c in candidates}
     together: dict[_Class, list[Candidate]] = {}
     for c in candidates:
         together.setdefault((classes[c.node], levels[c.node]), []).append(c)
@@ -118,7 +112,6 @@ def plan_buckets(
                     over_cap.add(part[0].node)
     explain = _Explanation(candidates, classes, over_cap)
     refusals += [explain.refusal(c) for c in alone]
-    place = {node: i for i, node in enumerate(nodes)}
     if kernels != "ops":
         buckets = with_kernels(nodes, buckets, auto=kernels == "auto")
     buckets.sort(key=lambda b: min(place[m] for m in b.members))
@@ -133,7 +126,7 @@ def _class_of(c: Candidate, hazards: Hazards, order: str, mixed_dtypes: bool, pa
 
 
 def _levels(
-    nodes: Sequence[fx.Node],
+    index: Mapping[fx.Node, int],
     hazards: Hazards,
     candidates: Sequence[Candidate],
     classes: Mapping[fx.Node, _Class],
@@ -142,14 +135,13 @@ def _levels(
     sizes: dict[_Class, int] = {}
     for c in candidates:
         sizes[classes[c.node]] = sizes.get(classes[c.node], 0) + 1
-    index = {node: i for i, node in enumerate(nodes)}
-    counted, late = [False] * len(nodes), [False] * len(nodes)
+    counted, late = [False] * len(index), [False] * len(index)
     for c in candidates:
         counted[c.position] = sizes[classes[c.node]] > 1
         late[c.position] = c.launch.transport is not Transport.ALL_GATHER
     before = [
         [*(index[n] for n in node.all_input_nodes), *hazards.before.get(i, ())]
-        for i, node in enumerate(nodes)
+        for node, i in index.items()
     ]
     found = depths(before, counted, late)
     return {c.node: found[c.position] for c in candidates}

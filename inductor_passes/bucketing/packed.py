@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -10,7 +11,14 @@ from torch import fx
 from collective_identity.transports import Transport
 
 from .node_builder import NodeBuilder
-from .plan import Bucket
+from .plan import Bucket, Piece
+
+
+def pack(build: NodeBuilder, pieces: Sequence[Piece], rows: int, dtype: torch.dtype, into: list[fx.Node]) -> fx.Node:
+    """The node that writes pieces into one buffer of so many rows."""
+    sources, widths, outers = [p.source for p in pieces], [p.width for p in pieces], [p.outer for p in pieces]
+    known = build.fresh(sources[0], [rows * sum(widths)], dtype)
+    return build.call(torch.ops.inductor_passes.pack.default, (sources, widths, outers, rows, dtype), into, known)
 
 
 def build_packed(build: NodeBuilder, bucket: Bucket) -> tuple[list[fx.Node], list[fx.Node], list[list[fx.Node]]]:
@@ -23,12 +31,7 @@ def build_packed(build: NodeBuilder, bucket: Bucket) -> tuple[list[fx.Node], lis
     rows = ranks if key.transport is Transport.REDUCE_SCATTER else 1
     widths = [piece.width for piece in pieces]
     launch: list[fx.Node] = []
-    sources = [piece.source for piece in pieces]
-    packed = build.call(
-        torch.ops.inductor_passes.pack.default, (sources, widths, [p.outer for p in pieces], rows, key.dtype), launch,
-        build.fresh(sources[0], [rows * sum(widths)], key.dtype),
-    )  # fmt: skip
-    start = build.collective(key, packed, launch)
+    start = build.collective(key, pack(build, pieces, rows, key.dtype, launch), launch)
     wait: list[fx.Node] = []
     received = build.wait(start, wait)
     likes = [member if piece.result is None else piece.result for member, piece in

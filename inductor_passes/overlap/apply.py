@@ -40,7 +40,7 @@ def apply_overlap(gm: fx.GraphModule, plan: OverlapPlan) -> bool:
     for i, node in enumerate(nodes):
         if node in plan.places:
             own = max(hazards.before.get(i, ()), default=-1) + 0.25
-            behind[node] = max(own, *(behind.get(above, own) for above in node.all_input_nodes), own)
+            behind[node] = max([own, *(behind[above] for above in node.all_input_nodes if above in behind)])
             priority[i] = max(plan.places[node], behind[node], -1e17)
     ordered = stable_order(before, priority, [index[start] for start in plan.started])
     if ordered == list(range(len(nodes))):
