@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
 from collective_identity import PARAM_UNSHARD, classify
@@ -19,6 +18,7 @@ from collective_identity.transports import waits_of
 
 from .contract import LiteBehaviour, PassContext, PassContract, PassOutcome
 from .upstream import custom_value, mark_recompute
+from .uses import rearranges
 
 RESHARD_KEY = "distributed.fsdp.reshard_after_forward"
 
@@ -78,13 +78,4 @@ def _views_of(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _only_rearranges(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.meta.get("partitioner_tag") == "is_backward":
-        return False
-    return node.target.is_view or node.target._opname in _REARRANGING
-
-
-_REARRANGING = frozenset(
-    {"_to_copy", "convert_element_type", "clone", "slice", "cat", "constant_pad_nd", "_unsafe_view"}
-)
+    return node.meta.get("partitioner_tag") != "is_backward" and rearranges(node)

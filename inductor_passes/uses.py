@@ -11,8 +11,9 @@ from torch import fx
 from collective_identity.transports import is_start, is_wait
 
 _REARRANGING: Final = frozenset(
-    "_to_copy convert_element_type clone cat _chunk_cat constant_pad_nd _unsafe_view slice pack".split()
+    ("_to_copy", "convert_element_type", "clone", "slice", "cat", "constant_pad_nd", "_unsafe_view")
 )
+_PACKING: Final = frozenset(("_chunk_cat", "pack"))
 _SCALING: Final = frozenset(("div", "mul"))
 
 
@@ -22,7 +23,7 @@ def packing(start: fx.Node) -> dict[fx.Node, None]:
     todo = [start]
     while todo:
         for node in todo.pop().all_input_nodes:
-            if node not in above and _rearranges(node) and all(u is start or u in above for u in node.users):
+            if node not in above and _packs(node) and all(u is start or u in above for u in node.users):
                 above[node] = None
                 todo.append(node)
     return above
@@ -41,18 +42,23 @@ def ready(start: fx.Node, above: Collection[fx.Node], index: Mapping[fx.Node, in
     )
 
 
-def _rearranges(node: fx.Node) -> bool:
+def rearranges(node: fx.Node) -> bool:
+    """Whether a node only views, casts, copies, cuts, joins or pads."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    if target._opname in _SCALING:
-        return len(node.all_input_nodes) == 1
     return target.is_view or target._opname in _REARRANGING
+
+
+def _packs(node: fx.Node) -> bool:
+    """Whether it may stand between a gradient and what is sent of it."""
+    name = getattr(node.target, "_opname", None)
+    return rearranges(node) or name in _PACKING or (name in _SCALING and len(node.all_input_nodes) == 1)
 
 
 def behind(sent: fx.Node) -> fx.Node:
     """The tensor that what is sent rearranges: where a shard is uneven, only some ranks pad theirs."""
-    while _rearranges(sent) and len(sent.all_input_nodes) == 1:
+    while _packs(sent) and len(sent.all_input_nodes) == 1:
         (sent,) = sent.all_input_nodes
     return sent
 
