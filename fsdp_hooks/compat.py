@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+from collective_identity.compat import torch_version
+
 from .errors import InstallError
 
 SUPPORTED = ((2, 11), (2, 15))
@@ -57,9 +59,8 @@ def check_version() -> None:
     Raises:
         InstallError: the torch version is outside 2.11 to 2.15, or FSDP2's internals are not as they were read.
     """
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = SUPPORTED
-    if not low <= found <= high:
+    if not low <= torch_version() <= high:
         raise InstallError(
             f"fsdp_hooks expects torch {low[0]}.{low[1]} to {high[0]}.{high[1]}, found torch {torch.__version__}: "
             "install a torch in that range, or a newer collective-identity"

@@ -45,7 +45,6 @@ from .random_in_checkpoints import RandomInCheckpoints
 from .reconcile import reconciled
 from .reshard import Reshard
 from .unseen import unseen
-from .unwaited import unwaited_inputs
 from .upstream_passes import REGIONS, hooks_survive, rewrites_collectives
 
 logger = logging.getLogger("collective_identity.inductor_passes")
@@ -104,7 +103,7 @@ class _Compile:
         self._cacheable = options.cacheable and not in_marks
         self._callers = upstream.callers_config(options.inductor)
         self._session = session.ensure()
-        if names := unwaited_inputs(gm, inputs):
+        if names := upstream.unwaited_inputs(gm, inputs):
             self._session.ledger.event(UNWAITED_INPUT, detail=f"inputs {', '.join(names)}")
         self._modules = self._session.models_of(inputs)
         self._observe = self._session.mode == "observe"

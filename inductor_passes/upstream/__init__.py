@@ -36,6 +36,7 @@ from .partitioner import NonRecomputingPartitioner
 from .replacing import compile_fx_replaced
 from .targets import TORCHS_NAMESPACES, decomposition_table, module_of, operators, python_above_kernels
 from .unlowered import LOWERED_AFTER_GRAD, rewrite_unlowered
+from .unwaited import unwaited_inputs
 from .versions import SUPPORTED, UnsupportedTorch, check_version
 
 __all__ = [
@@ -89,6 +90,7 @@ __all__ = [
     "rewrite_unlowered",
     "source_hash",
     "traced_now",
+    "unwaited_inputs",
     "without_common_subexpressions",
     "write_around",
 ]

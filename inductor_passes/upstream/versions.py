@@ -9,6 +9,8 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 
+from collective_identity.compat import torch_version
+
 from .compilers import _compile_fx
 
 SUPPORTED = ((2, 11), (2, 15))
@@ -20,9 +22,8 @@ class UnsupportedTorch(RuntimeError):
 
 def check_version() -> None:
     """Refuse a torch outside 2.11 to 2.15, or one whose hooks are not as they were read."""
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = SUPPORTED
-    if not low <= found <= high:
+    if not low <= torch_version() <= high:
         raise UnsupportedTorch(
             f"inductor_passes expects torch {low[0]}.{low[1]} to {high[0]}.{high[1]}, found {torch.__version__}: "
             "install a torch in that range, or a newer collective-identity"
