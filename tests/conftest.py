@@ -20,6 +20,14 @@ def fake_world() -> Iterator[int]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A real group of one rank: every value is real."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture
 def new_group(fake_world: int) -> Callable[[list[int]], str]:
     """Make a group of the fake world and return its name."""

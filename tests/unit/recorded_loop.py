@@ -77,5 +77,13 @@ class Loop:
         return [*found, *(p.to_local().detach() for p in self.model.parameters()), self.model.runs, torch.rand(3)]
 
 
+def warmed(make: Callable[[Loop], Step]) -> Callable[[], Any]:
+    """A loop's step that ran once plainly; a call records it."""
+    loop, batch = Loop(), (torch.ones(4, 6), torch.ones(4, 4))
+    run = RecordedStep(make(loop), loop.model, (loop.optimizer,), 1, Replayer())
+    run(*batch)
+    return lambda: run(*batch)
+
+
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

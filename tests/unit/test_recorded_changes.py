@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import fsdp_hooks
 from fsdp_hooks import InstallError, RecordedStep
 
-from .recorded_loop import STEPS, Loop, Step, same
+from .recorded_loop import STEPS, Loop, Step, same, warmed
 from .replayer import Replayer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def scaled(loop: Loop) -> None:
@@ -140,11 +134,9 @@ def replaces(loop: Loop) -> Step:
     ids=["carries", "counts", "writes", "replaces"],
 )
 def test_what_a_step_must_not_do(make: Callable[[Loop], Step], message: str) -> None:
-    loop, batch = Loop(), (torch.ones(4, 6), torch.ones(4, 4))
-    run = RecordedStep(make(loop), loop.model, (loop.optimizer,), 1, Replayer())
-    run(*batch)
+    record = warmed(make)
     with pytest.raises(InstallError, match=message):
-        run(*batch)
+        record()
 
 
 @dataclass

@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_hooks
 from fsdp_hooks import InstallError, RecordedStep
 
-from .recorded_loop import STEPS, Loop, Net, Step, same
+from .recorded_loop import STEPS, Loop, Net, Step, same, warmed
 from .replayer import Replayer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def zero_outside(loop: Loop, number: int) -> None:
@@ -215,11 +209,9 @@ def schedules(loop: Loop) -> Step:
     ids=["reads", "returns", "schedules"],
 )
 def test_a_step_that_cannot_be_recorded_is_refused(make: Callable[[Loop], Step], message: str) -> None:
-    loop, batch = Loop(), (torch.ones(4, 6), torch.ones(4, 4))
-    run = RecordedStep(make(loop), loop.model, (loop.optimizer,), 1, Replayer())
-    run(*batch)
+    record = warmed(make)
     with pytest.raises(InstallError, match=message):
-        run(*batch)
+        record()
 
 
 def test_a_batch_that_cannot_be_recorded_is_refused() -> None:
