@@ -9,6 +9,7 @@ from torch import fx
 from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD
 from collective_identity.store import identity_of
 from inductor_passes.bucketing import apply_plan, plan_buckets, reasons
+from inductor_passes.bucketing.plan import MIB
 from inductor_passes.overlap import apply_overlap, plan_overlap
 from tests.graphs import Builder
 
@@ -113,6 +114,86 @@ def test_an_early_gradient_is_reduced_early() -> None:
     assert ordered == [("head", "norm"), ("b.1", "b.2"), ("a.1", "a.2"), ("embed",)]
     sines = sorted(at[n] for n in gm.graph.nodes if n.target is aten.sin.default)
     assert starts[("head", "norm")] < sines[2], "before the next unit's gradients are computed"
+
+
+BLOCK = ("up", "down", "norm", "out", "query")
+"""In the order of their gradients; of a forward the other way round."""
+
+
+def multiplied(b: Builder, x: fx.Node) -> fx.Node:
+    return b.call(aten.mm.default, x, x)
+
+
+def block(backward: bool, *, units: int, products: bool = True, pads: bool = False) -> fx.GraphModule:
+    """Blocks whose feed-forward is twice its attention, and a product between the uses of two members.
+
+    Where it ``pads``, the shards of this rank are a row short.
+    """
+    b = Builder()
+    x = b.placeholder("x", (1024, 1024))
+    sizes = {"up": 2 * LARGE, "down": 2 * LARGE, "norm": 2, "out": LARGE, "query": LARGE}
+    order = [f"{unit}.{name}" for unit in range(units) for name in (BLOCK if backward else reversed(BLOCK))]
+    made, kept = {}, []
+    if not backward:
+        for name in order:
+            shard = b.parameter(name.replace(".", "_"), (sizes[name.split(".")[1]] // 2 - pads, 1024))
+            shard = b.pad(shard, [0, 0, 0, 1]) if pads else shard
+            made[name] = b.all_gather(shard, role=PARAM_UNSHARD, params=(name,), param_group=unit_of(name))
+    for name in order:
+        if products:
+            x = multiplied(b, x)
+        if backward:
+            row = b.slice(x, 0, 1)
+            gradient = b.call(aten.expand.default, row, [sizes[name.split(".")[1]], 1024])
+            made[name] = b.reduce_scatter(
+                b.call(aten.clone.default, b.call(aten.mul.Tensor, gradient, gradient)), role=GRAD_REDUCE_SHARD,
+                params=(name,), param_group=unit_of(name),
+            )  # fmt: skip
+            kept.append(made[name].wait)
+        else:
+            x = b.call(aten.add.Tensor, x, b.call(aten.sum.default, made[name].wait))
+    b.output(x, *kept)
+    return b.module()
+
+
+def named(gm: fx.GraphModule) -> list[str]:
+    return [" ".join(p.replace(".", "") for p in bucket) for bucket in buckets(gm, apart=True)]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_what_is_gathered_first_is_cut_where_it_is_multiplied_with(pads: bool) -> None:
+    whole = "{0}query {0}out {0}norm {0}down {0}up"
+    assert named(block(False, units=3, pads=pads)) == [
+        "0query 0out 0norm", "0down 0up", "1query 1out 1norm", "1down 1up", whole.format(2),
+    ]  # fmt: skip
+
+
+def test_what_is_reduced_last_is_cut_and_norms_wait_for_the_end() -> None:
+    whole = "{0}up {0}down {0}norm {0}out {0}query"
+    assert named(block(True, units=3)) == [
+        whole.format(0), "1up 1down", "1norm 1out 1query", "2up 2down", "2norm 2out 2query",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_is_cut_where_nothing_is_multiplied(backward: bool) -> None:
+    assert len(named(block(backward, units=2, products=False))) == 2
+
+
+def test_no_part_is_left_with_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = len(named(block(True, units=2)))
+    monkeypatch.setattr("inductor_passes.bucketing.apart.SMALL", 17 * MIB)
+    assert (whole, len(named(block(True, units=2)))) == (4, 2), "out and query are 16 MiB"
+
+
+def test_what_comes_last_starts_while_the_rest_is_computed() -> None:
+    gm = block(True, units=2)
+    assert apply_plan(gm, plan_buckets(gm, apart=True)) and apply_overlap(gm, plan_overlap(gm, ahead=1))
+    gm.graph.lint()
+    nodes = list(gm.graph.nodes)
+    starts = {p: i for i, n in enumerate(nodes) if identity_of(n) is not None for p in identity_of(n).params}
+    products = [i for i, n in enumerate(nodes) if n.target is aten.mm.default]
+    assert products[6] < starts["1.up"] == starts["1.down"] < products[7] and starts["1.query"] > products[9]
 
 
 def test_without_units_nothing_is_apart() -> None:
