@@ -2,7 +2,7 @@
 
 Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0: torch/fx/experimental/proxy_tensor.py,
 torch/_dynamo/backends/registry.py, torch/optim/{optimizer,lr_scheduler}.py, torch/amp/grad_scaler.py,
-torch/nn/modules/module.py.
+torch/nn/modules/module.py, torch/distributed/distributed_c10d.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,9 +77,12 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
     """Numbers of the hooks around a module's forward and backward, FSDP2's own among them, in the order they run."""
-    return (
-        *module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks
-    )
+    return tuple(chain(*hook_dicts_of(module)))
+
+
+def hook_dicts_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """Those hooks by their numbers."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -97,7 +101,12 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 
 def step_hooks_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
     """Numbers of the hooks around an optimizer's step, in the order they run."""
-    return (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    return tuple(chain(*step_hook_dicts_of(optimizer)))
+
+
+def step_hook_dicts_of(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
+    """Those hooks by their numbers."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 def foreach_by_default(params: list[torch.Tensor]) -> bool:
@@ -158,3 +167,14 @@ def forget_flight_record() -> None:
     reset = getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None)
     if reset is not None:
         reset()
+
+
+def before_groups_end(ending: Any) -> None:
+    """Have ``destroy_process_group()`` call ``ending.finalize()`` first, before any communicator goes.
+
+    It does so with what ``_world.comms`` holds, and forgets it then.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    if not any(one is ending for one in _world.comms):
+        _world.comms.append(ending)

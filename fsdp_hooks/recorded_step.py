@@ -7,12 +7,14 @@ collectives, which a CUDA graph can hold; eager FSDP2's hooks, streams and freed
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import compat_step
 from .cuda_recorder import CudaRecorder, Recorder
 from .errors import InstallError
 from .installation import is_installed
@@ -22,6 +24,19 @@ from .step_inputs import Batch
 logger = logging.getLogger("collective_identity.fsdp_hooks")
 
 _AGAIN = 3
+
+
+class _Ending:
+    """Gives a step's recording up before the communicators go: NCCL waits for graphs that hold its launches."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self._step = weakref.ref(step)
+
+    def finalize(self) -> None:
+        """The process groups are about to be destroyed."""
+        step = self._step()
+        if step is not None:
+            step.reset()
 
 
 class RecordedStep:
@@ -42,6 +57,7 @@ class RecordedStep:
     ) -> None:
         self._step, self._model, self._optimizers = step, model, optimizers
         self._recorder, self._warmup = recorder, warmup
+        self._ending = _Ending(self)
         self._recording: Recording | None
         self._stranger: Batch | None
         self._to_warm: int
@@ -74,7 +90,7 @@ class RecordedStep:
     def _recording_for(self, batch: Batch, recorder: Recorder) -> Recording | None:
         """What a replay with this batch does what the step would do; None: run it plainly."""
         if self._recording is not None and self._recording.takes(batch):
-            changed = self._recording.difference(self._model, self._optimizers)
+            changed = self._recording.difference(self._model)
             if changed:
                 self._forget(changed)
             else:
@@ -90,6 +106,7 @@ class RecordedStep:
         if self._to_warm == 0:
             _check_captured(self._model)
             self._recording = Recording.of(self._step, self._model, self._optimizers, batch, recorder)
+            compat_step.before_groups_end(self._ending)
         return self._recording
 
     def reset(self) -> None:
