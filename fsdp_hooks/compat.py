@@ -8,7 +8,7 @@ Nothing here changes torch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -323,7 +323,12 @@ def watch_accumulation(
         leaf.requires_grad_(trained)
 
 
+def gradient_hook_dicts(leaf: torch.Tensor) -> tuple[Mapping[int, Any] | None, Mapping[int, Any] | None]:
+    """The hooks that wait for a leaf's gradient, and for it to have been added; None: there never was one."""
+    return leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)
+
+
 def gradient_hooks(leaf: torch.Tensor) -> int:
     """How many hooks of others wait for a leaf's gradient, or for it to have been added."""
-    after = (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
-    return len(leaf._backward_hooks or ()) + sum(not hasattr(hook, _WATCHES) for hook in after)
+    before, after = gradient_hook_dicts(leaf)
+    return len(before or ()) + sum(not hasattr(hook, _WATCHES) for hook in (after or {}).values())

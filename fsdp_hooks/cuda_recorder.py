@@ -25,10 +25,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records on one stream of a device."""
+    """Records on one stream: torch's own for that, if it is of this device, since cuBLAS holds 64 MiB for each."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        shared = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
+        self._stream = shared if shared is not None and shared.device == device else torch.cuda.Stream(device)
 
     def plainly(self, run: Callable[[], Any]) -> Any:
         """Run on the stream, between what the current stream did before and does after."""

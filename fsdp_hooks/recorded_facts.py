@@ -1,7 +1,7 @@
 """What was a step recorded with, that a plain step would follow and a CUDA graph cannot?
 
-Taken when the step is recorded and compared at every call, while the device may be waiting, so it is flat and cheap:
-objects are compared by identity and kept alive by being held, the rest by value. Words are for a difference only.
+Taken when the step is recorded, and compared where `recorded_watch` sees that something is another object: objects are
+compared by identity and kept alive by being held, the rest by value. Words are for a difference only.
 """
 
 from __future__ import annotations

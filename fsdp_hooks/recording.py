@@ -14,6 +14,7 @@ from . import compat_step
 from .cuda_recorder import Recorder
 from .errors import InstallError
 from .recorded_facts import PLAIN, Facts, difference, say
+from .recorded_watch import Watched
 from .step_inputs import TENSOR, Batch
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -31,7 +32,7 @@ class Recording:
         parameters: of the model and the optimizers.
         entry: the gradient that each has to have before a replay, or `ANY`: the step begins by dropping it.
         after: the gradients that a replay leaves.
-        facts: what has to hold.
+        watched: what has to hold.
         run: replays.
     """
 
@@ -41,7 +42,7 @@ class Recording:
     parameters: tuple[torch.Tensor, ...]
     entry: tuple[Any, ...]
     after: Gradients
-    facts: Facts
+    watched: Watched
     run: Callable[[], object]
 
     @classmethod
@@ -83,19 +84,20 @@ class Recording:
             for parameter, was in zip(parameters, before, strict=True):
                 parameter.grad = was  # what recording put there holds nothing
             raise
-        return cls(batch, tuple(leaves), spec, parameters, entry, after, held, run)
+        watched = Watched(held, model, optimizers)
+        return cls(batch, tuple(leaves), spec, parameters, entry, after, watched, run)
 
     def takes(self, given: Batch) -> bool:
         """Whether a batch has the shapes, dtypes, devices and other arguments of the recorded one."""
         return self.batch.like(given) and not any(one.requires_grad for one in given.tensors)
 
-    def difference(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    def difference(self, model: nn.Module) -> str | None:
         """What is not as it was when the step was recorded, in words; None if all is."""
         for number, (parameter, was) in enumerate(zip(self.parameters, self.entry, strict=True)):
             if parameter.grad is not was and was is not ANY:
                 name = _names(model, self.parameters)[number]
                 return f"gradient of {name}: {say(was)}, then {say(parameter.grad)}"
-        return difference(self.facts, model, optimizers)
+        return self.watched.difference()
 
     def replay(self, given: Batch) -> Any:
         """One step with the tensors of a batch."""
@@ -158,7 +160,8 @@ def _recorded(recorder: Recorder, run: Callable[[], Any]) -> tuple[Any, Callable
         raise InstallError(
             "record_step expects a step that reads no value back and waits for nothing, found one that cannot be "
             f"recorded ({str(error).splitlines()[0]}): leave .item(), printing of losses, checks for NaN and copies "
-            "from the CPU to the code around the step, and compile it in the warm-up (raise warmup)"
+            "from the CPU to the code around the step, end what runs on other streams, asynchronous collectives too, "
+            "inside it, and compile it in the warm-up (raise warmup)"
         ) from error
 
 
