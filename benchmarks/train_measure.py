@@ -146,6 +146,8 @@ def _built(
     """One step of the variant as a call; of a captured one, in a session."""
     torch._dynamo.reset()
     gc.collect()  # nothing of the variant before may count in the memory of this one
+    if layout.device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that it ran on; the same in 2.11.0 to 2.15.0
     model = build(args.model, layout.device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.precision == "bf16" else MixedPrecisionPolicy()
     if not variant.bound:
