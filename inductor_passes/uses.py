@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from collective_identity.transports import is_start, is_wait
 
@@ -48,6 +49,14 @@ def rearranges(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     return target.is_view or target._opname in _REARRANGING
+
+
+def multiplies(node: fx.Node) -> bool:
+    """Whether a node is a product or an attention: torch counts its floating-point operations, or its name says so."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.overloadpacket in flop_registry or "attention" in target._opname
 
 
 def _packs(node: fx.Node) -> bool:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 
-import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from collective_identity.transports import Transport, waits_of
 
-from ..uses import Inputs, first_use, packing, ready, unpacking
+from ..uses import Inputs, first_use, multiplies, packing, ready, unpacking
 from .plan import MIB
 from .survey import Candidate
 
@@ -103,15 +101,7 @@ def _joined(parts: list[list[Needed]]) -> list[list[Needed]]:
 
 def _products(index: Mapping[fx.Node, int]) -> list[int]:
     """How many products and attentions stand before each position."""
-    return [0, *accumulate(map(_multiplies, index))]
-
-
-def _multiplies(node: fx.Node) -> bool:
-    """Whether torch counts its floating-point operations, or its name says attention."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target.overloadpacket in flop_registry or "attention" in target._opname
+    return [0, *accumulate(map(multiplies, index))]
 
 
 def _cut_at_end(parts: list[list[Needed]], products: Sequence[int]) -> Iterator[list[Needed]]:

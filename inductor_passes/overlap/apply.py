@@ -42,7 +42,8 @@ def apply_overlap(gm: fx.GraphModule, plan: OverlapPlan) -> bool:
             own = max(hazards.before.get(i, ()), default=-1) + 0.25
             behind[node] = max([own, *(behind[above] for above in node.all_input_nodes if above in behind)])
             priority[i] = max(plan.places[node], behind[node], -1e17)
-    ordered = stable_order(before, priority, [index[start] for start in plan.started])
+    hoisted = plan.started if plan.hurried is None else (*plan.started, plan.hurried)
+    ordered = stable_order(before, priority, [index[start] for start in hoisted])
     if ordered == list(range(len(nodes))):
         return False
     for item in ordered[:-1]:

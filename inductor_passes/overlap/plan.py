@@ -21,6 +21,7 @@ from collective_identity.store import identity_of
 from collective_identity.transports import is_start, is_wait, launches, waits_of
 
 from ..uses import Inputs, first_use, packing, ready, unpacking
+from .last import Reduction, larger_first
 
 _WAIT, _START = 0.5, 0.75  # before the node at that position; a start before the wait that stands there too
 _BEFORE_PACKING, _PACKING = 0.1, 0.25  # after the node at that position, and before a gather that starts there
@@ -34,11 +35,13 @@ class OverlapPlan:
         places: node → the position in the old order that it should stand at, between two whole ones.
         started: gathers that start earlier or later than they did, in order of their first use.
         delayed: reductions that start and are waited for where they can, in order.
+        hurried: a reduction whose inputs are computed before their place, for its own.
     """
 
     places: Mapping[fx.Node, float]
     started: tuple[fx.Node, ...]
     delayed: tuple[fx.Node, ...]
+    hurried: fx.Node | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -68,8 +71,8 @@ def plan_overlap(gm: fx.GraphModule, *, ahead: int = 1) -> OverlapPlan:
             by_role[identity.role].append(start)
     places: dict[fx.Node, float] = {}
     started = _gathers(by_role[PARAM_UNSHARD], index, ahead, places)
-    delayed = _reductions(by_role[GRAD_REDUCE_SHARD], by_role[GRAD_REPLICATE_REDUCE], index, places)
-    return OverlapPlan(places, tuple(started), tuple(delayed))
+    delayed, hurried = _reductions(by_role[GRAD_REDUCE_SHARD], by_role[GRAD_REPLICATE_REDUCE], index, places)
+    return OverlapPlan(places, tuple(started), tuple(delayed), hurried)
 
 
 def _gathers(
@@ -98,22 +101,21 @@ def _reductions(
     reduces: Sequence[fx.Node],
     index: Mapping[fx.Node, int],
     places: dict[fx.Node, float],
-) -> list[fx.Node]:
+) -> tuple[list[fx.Node], fx.Node | None]:
     """Start each where its gradients are there, and wait for it where the next is packed.
 
     An all-reduce of what was scattered starts then, and ends one later.
     """
-    found, inputs = [], Inputs()
-    for start in scatters:
-        above = packing(start)
-        found.append((ready(start, above, index), index[start], start, above))
-    found.sort(key=lambda one: one[:2])
+    inputs = Inputs()
+    packed = [(start, packing(start)) for start in scatters]
+    made = [Reduction(ready(start, above, index), start, above) for start, above in packed]
+    found, hurried = larger_first(sorted(made, key=lambda one: (one.ready, index[one.start])), index)
     last = float(len(index)) - 1 - _WAIT  # before the output
-    behind = [*(when + _BEFORE_PACKING for when, *_ in found), last, last]
+    behind = [*(one.ready + _BEFORE_PACKING for one in found), last, last]
     ends: dict[fx.Node, int] = {}
-    for k, (ready_at, _, start, above) in enumerate(found):
-        places.update(dict.fromkeys((*above, start), ready_at + _PACKING))
-        below = unpacking(*waits_of(start), inputs=inputs)
+    for k, one in enumerate(found):
+        places.update(dict.fromkeys((*one.above, one.start), one.ready + _PACKING))
+        below = unpacking(*waits_of(one.start), inputs=inputs)
         when = min(behind[k + 1], first_use(below, index, default=len(index)) - _WAIT)
         places.update(dict.fromkeys(below, when))
         ends.update(dict.fromkeys(below, k + 1))
@@ -125,7 +127,7 @@ def _reductions(
         use = first_use(below, index, default=len(index)) - _WAIT
         places[start] = min(behind[ends[scattered]], use)
         places.update(dict.fromkeys(below, min(behind[ends[scattered] + 1], use)))
-    return [start for _, _, start, _ in found]
+    return [one.start for one in found], hurried
 
 
 def _packing(start: fx.Node) -> list[fx.Node] | None:
