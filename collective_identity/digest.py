@@ -14,7 +14,7 @@ from torch import fx
 from . import compat, store
 from .canonical import canonical, is_dict, plain, sha256
 from .subgraphs import graph_modules
-from .transports import Launch, Transport, launch_of, start_nodes
+from .transports import Launch, Transport, launches
 
 if TYPE_CHECKING:
     from .classify import Classification
@@ -76,9 +76,7 @@ def collective_table(gm: fx.GraphModule, classification: Classification | None =
     in_backward = _is_backward_graph(gm)
     rows: list[CollectiveRow] = []
     for module in graph_modules(gm):
-        for node in start_nodes(module):
-            launch = launch_of(node)
-            assert launch is not None, node
+        for node, launch in launches(module).items():
             identity = classification.identities.get(node)
             absence = classification.absences.get(node)
             sizes = [_numel(n) for n in launch.inputs]
@@ -153,13 +151,12 @@ def digest(gm: fx.GraphModule) -> str:
     """
     from .normalize import plan_normalization
 
-    starts = [(node, launch_of(node)) for module in graph_modules(gm) for node in start_nodes(module)]
+    starts = [found for module in graph_modules(gm) for found in launches(module).items()]
     plan = plan_normalization(gm)
-    groups = logical_groups(launch.group for _, launch in starts if launch is not None)
+    groups = logical_groups(launch.group for _, launch in starts)
     rows: list[object] = []
     covered = set()
     for node, launch in starts:
-        assert launch is not None, node
         covered.add(node)
         payloads = plan.payloads_at(node)
         sizes = [] if launch.transport is Transport.ALL_TO_ALL else [_numel(n) for n in launch.inputs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -153,10 +153,15 @@ def launch_of(node: fx.Node) -> Launch | None:
 
 
 def launches(gm: fx.GraphModule) -> dict[fx.Node, Launch]:
-    """What every start node of this graph launches, in graph order; each target is looked up once."""
+    """What every start node of this graph launches, in graph order."""
+    return launches_among(gm.graph.nodes)
+
+
+def launches_among(nodes: Iterable[fx.Node]) -> dict[fx.Node, Launch]:
+    """What each of these nodes that is a start node launches, in their order; each target is looked up once."""
     kinds: dict[int, _Kind] = {}  # by id: hashing an operator is a Python call
     found: dict[fx.Node, Launch] = {}
-    for node in gm.graph.nodes:
+    for node in nodes:
         if node.op != "call_function":
             continue
         target = node.target

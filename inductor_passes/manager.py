@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import fx
 
-from collective_identity import collective_table
+from collective_identity import classify
+from collective_identity.compat import collector_paused
 from collective_identity.losses import Loss, record_losses, snapshot
 
 from .contract import GraphPass, LiteBehaviour, PassContext, PassOutcome
@@ -70,9 +72,11 @@ class Pipeline:
         """
         changed_any = False
         regions, guard = lite_parts(gm), Guard()  # before any pass: none can make a region another
+        counted: Mapping[str, int] | None = None  # what the pass before left, if that was counted
         for one in self.passes:
             if self._may_run(one, context):
-                changed_any |= self._run_one(one, gm, context, regions, guard)
+                changed, counted = self._run_one(one, gm, context, regions, guard, counted)
+                changed_any |= changed
         if changed_any:
             gm.recompile()  # once: passes read the graph, not its code
         return changed_any
@@ -83,24 +87,30 @@ class Pipeline:
 
     @staticmethod
     def _run_one(
-        one: GraphPass, gm: fx.GraphModule, context: PassContext, regions: tuple[fx.GraphModule, ...], guard: Guard
-    ) -> bool:
+        one: GraphPass,
+        gm: fx.GraphModule,
+        context: PassContext,
+        regions: tuple[fx.GraphModule, ...],
+        guard: Guard,
+        counted: Mapping[str, int] | None,
+    ) -> tuple[bool, Mapping[str, int] | None]:
         name = one.contract.name
-        before = role_counts(gm)
+        before = role_counts(gm) if counted is None else counted
         start = time.perf_counter()
         try:
-            outcome = _guarded_run(one, gm, context, regions, guard)
-            if outcome.changed:
-                gm.graph.lint()
+            with collector_paused():
+                outcome = _guarded_run(one, gm, context, regions, guard)
+                if outcome.changed:
+                    gm.graph.lint()
         except Exception as error:
             raise PassError(f"{type(error).__name__}: {error} (in the {context.kind} graph, pass {name!r})") from error
         seconds = time.perf_counter() - start
+        counted = role_counts(gm) if outcome.changed else None
         if context.log is not None:
-            context.log.pass_ran(
-                name, seconds, outcome.changed, before, role_counts(gm) if outcome.changed else before, outcome.summary
-            )
+            after = before if counted is None else counted
+            context.log.pass_ran(name, seconds, outcome.changed, before, after, outcome.summary)
         logger.debug("%s graph: pass %s took %.1f ms, changed=%s", context.kind, name, 1e3 * seconds, outcome.changed)
-        return outcome.changed
+        return outcome.changed, counted
 
 
 def _guarded_run(
@@ -122,10 +132,7 @@ def _guarded_run(
 
 def role_counts(gm: fx.GraphModule) -> Mapping[str, int]:
     """How many start nodes carry each role; ``""`` counts those with none."""
-    counts: dict[str, int] = {}
-    for row in collective_table(gm):
-        counts[row.role or ""] = counts.get(row.role or "", 0) + 1
-    return counts
+    return Counter("" if identity is None else identity.role for identity in classify(gm).values())
 
 
 def run_user_passes(

@@ -18,7 +18,6 @@ from collective_identity import (
     classify,
     plan_normalization,
 )
-from collective_identity.compat import collector_paused
 
 from . import symmetric
 from .bucketing import apply_plan, plan_buckets
@@ -104,9 +103,8 @@ class Dedup:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Plan, then emit; the plan goes into the report."""
-        with collector_paused():
-            plan = plan_dedup(gm, mixed=context.options.dedup)
-            return PassOutcome(changed=apply_dedup(gm, plan), summary=plan.to_dict())
+        plan = plan_dedup(gm, mixed=context.options.dedup)
+        return PassOutcome(changed=apply_dedup(gm, plan), summary=plan.to_dict())
 
 
 class Bucket:
@@ -131,13 +129,12 @@ class Bucket:
             node: identity if identity is not None and identity.source is Source.EXPLICIT else None
             for node, identity in classify(gm).items()
         }
-        with collector_paused():
-            plan = plan_buckets(
-                gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
-                mixed_dtypes=options.mixed_dtypes, coalesced=options.coalesced,
-                kernels=options.kernels, apart=options.overlap > 0, identities=identities,
-            )
-            return PassOutcome(changed=apply_plan(gm, plan), summary=plan.to_dict())
+        plan = plan_buckets(
+            gm, kinds=options.kinds, cap_mb=options.cap_mb, order=options.order, fqns=options.fqns,
+            mixed_dtypes=options.mixed_dtypes, coalesced=options.coalesced,
+            kernels=options.kernels, apart=options.overlap > 0, identities=identities,
+        )
+        return PassOutcome(changed=apply_plan(gm, plan), summary=plan.to_dict())
 
 
 class Overlap:
@@ -153,6 +150,5 @@ class Overlap:
 
     def __call__(self, gm: fx.GraphModule, context: PassContext) -> PassOutcome:
         """Plan, then move; the plan goes into the report."""
-        with collector_paused():
-            plan = plan_overlap(gm, ahead=context.options.overlap)
-            return PassOutcome(changed=apply_overlap(gm, plan), summary=plan.to_dict())
+        plan = plan_overlap(gm, ahead=context.options.overlap)
+        return PassOutcome(changed=apply_overlap(gm, plan), summary=plan.to_dict())

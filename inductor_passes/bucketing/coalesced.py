@@ -38,27 +38,32 @@ def build_coalesced(
     key = bucket.key
     launch: list[fx.Node] = []
     lying = _packed(build, bucket, sent, launch) if bucket.pieces else list(sent)
-    values = [build.fresh(member, list(member.meta["val"].shape)) for member in bucket.members]
+    values = [_received(build, member) for member in bucket.members]
     known = None if any(value is None for value in values) else values
     start = build.call(coalesced_overload(key.transport), key.arguments(lying), launch, known)
     items: list[fx.Node] = []
     results: list[list[fx.Node]] = []
     for place in range(len(sent)):
         result: list[fx.Node] = []
-        build.wait(build.item(start, place, items), result)
+        waits = bucket.results(place)
+        build.wait(build.item(start, place, items), result, build.handed_over(waits[0]) if len(waits) == 1 else None)
         results.append(result)
     return launch, items, results
+
+
+def _received(build: NodeBuilder, member: fx.Node) -> torch.Tensor | None:
+    value = build.handed_over(member)
+    return build.fresh(member, list(member.meta["val"].shape)) if value is None else value
 
 
 def _packed(build: NodeBuilder, bucket: Bucket, sent: Sequence[fx.Node], launch: list[fx.Node]) -> list[fx.Node]:
     """What each member sends: a view of one buffer where something above it went, else the tensor itself."""
     pieces = [piece for piece in bucket.pieces if piece.above]
     packed = pack(build, pieces, 1, bucket.key.dtype, launch)
-    parts = build.split(packed, [piece.width for piece in pieces], 0, launch)
-    lying, number = list(sent), 0
-    for place, piece in enumerate(bucket.pieces):
-        if piece.above:
-            part = build.item(parts, number, launch)
-            lying[place] = build.reshape(part, list(sent[place].meta["val"].shape), launch)
-            number += 1
+    places = [place for place, piece in enumerate(bucket.pieces) if piece.above]
+    shapes = [list(sent[place].meta["val"].shape) for place in places]
+    parts, values = build.row_of_pieces(packed, shapes, launch)
+    lying = list(sent)
+    for number, (place, shape, value) in enumerate(zip(places, shapes, values, strict=True)):
+        lying[place] = build.reshape(build.item(parts, number, launch), shape, launch, value)
     return lying

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -45,6 +46,11 @@ def views_of(value: FakeTensor, cut: Callable[[torch.Tensor], Sequence[torch.Ten
         with kernel_only(mode):
             pieces = cut(value)
         return [FakeTensor(mode, piece, value.device) for piece in pieces]
+
+
+def flattened(values: Sequence[FakeTensor]) -> list[torch.Tensor]:
+    """Views in one dimension of contiguous fake tensors of one mode and device; see `views_of`."""
+    return views_of(values[0], lambda _: [value.view(-1) for value in values])
 
 
 def fresh_like(value: FakeTensor) -> torch.Tensor:
@@ -106,11 +112,20 @@ class NodeBuilder:
             known = self.fresh(buffer, [size])
         return self.call(default_overload(key.transport), key.arguments(buffer), into, known)
 
-    def wait(self, start: fx.Node, into: list[fx.Node]) -> fx.Node:
+    def wait(self, start: fx.Node, into: list[fx.Node], known: torch.Tensor | None = None) -> fx.Node:
         """The wait for one result of a collective, of the same layout."""
         value = start.meta["val"]
-        known = fresh_like(value) if isinstance(value, FakeTensor) and is_static(value) else None
+        if known is None and isinstance(value, FakeTensor) and is_static(value):
+            known = fresh_like(value)
         return self.call(WAIT, (start,), into, known)
+
+    def handed_over(self, node: fx.Node) -> FakeTensor | None:
+        """The value of a node that goes, for what takes its place: it is known then, and what shares memory with it
+        further down still says so. None where it is of another fake mode, symbolic or not contiguous."""
+        value = node.meta["val"]
+        if not isinstance(value, FakeTensor) or value.fake_mode is not self._mode:
+            return None
+        return value if is_static(value) and value.is_contiguous() else None
 
     def like_both(self, one: fx.Node, other: fx.Node) -> Any:
         """The value of an operator that combines two tensors alike element by element; None: ask the operator."""
@@ -148,13 +163,14 @@ class NodeBuilder:
             return int(combine(size, by))
         return self.call(combine, (size, by), into, combine(size.meta["val"], by))
 
-    def reshape(self, node: fx.Node, shape: Sequence[int | fx.Node], into: list[fx.Node]) -> fx.Node:
+    def reshape(
+        self, node: fx.Node, shape: Sequence[int | fx.Node], into: list[fx.Node], known: torch.Tensor | None = None
+    ) -> fx.Node:
         """The node itself when it has the shape already. -1 stands for what is left over."""
         value = self.value(node)
         if list(value.shape) == list(shape):
             return node
-        known = None
-        if is_static(value) and value.is_contiguous():
+        if known is None and is_static(value) and value.is_contiguous():
             numbers = [size for size in shape if isinstance(size, int)]
             known = views_of(value, lambda v: [v.view(numbers)])[0]
         return self.call(_ATEN.reshape.default, (node, list(shape)), into, known)
@@ -179,6 +195,21 @@ class NodeBuilder:
             with without_guards(self._mode), self._mode:
                 pieces = cut(value)
         return self.call(_ATEN.split_with_sizes.default, (node, list(sizes), dim), into, pieces)
+
+    def row_of_pieces(
+        self, node: fx.Node, shapes: Sequence[Sequence[int]], into: list[fx.Node]
+    ) -> tuple[fx.Node, list[torch.Tensor]]:
+        """`split` of one dimension without symbols into pieces that have these shapes later, and their values then."""
+        sizes = [math.prod(shape) for shape in shapes]
+        places = list(zip(itertools.accumulate(sizes, initial=0), sizes, shapes, strict=False))
+
+        def cut(value: torch.Tensor) -> list[torch.Tensor]:
+            flat = [value.narrow(0, start, size) for start, size, _ in places]
+            return flat + [p if len(shape) == 1 else p.view(shape) for p, shape in zip(flat, shapes, strict=True)]
+
+        both = views_of(self.value(node), cut)
+        flat, shaped = both[: len(sizes)], both[len(sizes) :]
+        return self.call(_ATEN.split_with_sizes.default, (node, sizes, 0), into, flat), shaped
 
     def item(self, split: fx.Node, place: int, into: list[fx.Node]) -> fx.Node:
         """One piece of a split."""

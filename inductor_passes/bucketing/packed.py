@@ -10,7 +10,7 @@ from torch import fx
 
 from collective_identity.transports import Transport
 
-from .node_builder import NodeBuilder
+from .node_builder import NodeBuilder, flattened
 from .plan import Bucket, Piece
 
 
@@ -36,22 +36,26 @@ def build_packed(build: NodeBuilder, bucket: Bucket) -> tuple[list[fx.Node], lis
     received = build.wait(start, wait)
     likes = [member if piece.result is None else piece.result for member, piece in
              zip(bucket.members, pieces, strict=True)]
-    values: list[torch.Tensor] = [like.meta["val"] for like in likes]
+    shapes = [list(like.meta["val"].shape) for like in likes]
+    known: Sequence[torch.Tensor | None]
     if key.transport is Transport.ALL_GATHER:
-        lengths = [math.prod(value.shape) for value in values]
+        lengths = [math.prod(shape) for shape in shapes]
         outers = [piece.outer_below for piece in pieces]
+        known = handed = [build.handed_over(like) for like in likes]
+        values = [value for value in handed if value is not None]
         parts = build.call(
-            torch.ops.inductor_passes.unpack.default, (received, widths, outers, lengths, ranks), wait
+            torch.ops.inductor_passes.unpack.default,
+            (received, widths, outers, lengths, ranks),
+            wait,
+            flattened(values) if len(values) == len(known) else None,
         )
     else:
-        parts = build.split(received, widths, 0, wait)
+        parts, known = build.row_of_pieces(received, shapes, wait)
     results: list[list[fx.Node]] = []
-    for place, value in enumerate(values):
+    for place, (shape, value) in enumerate(zip(shapes, known, strict=True)):
         result: list[fx.Node] = []
-        piece = build.item(parts, place, result)
-        last = build.reshape(piece, list(value.shape), result)
-        one_mode = getattr(value, "fake_mode", None) is last.meta["val"].fake_mode
-        if key.transport is Transport.ALL_GATHER and one_mode and value.is_contiguous():
-            last.meta["val"] = value  # as what it replaces: what shares memory with that further down still says so
+        last = build.reshape(build.item(parts, place, result), shape, result, value)
+        if value is not None:
+            last.meta["val"] = value
         results.append(result)
     return launch, wait, results

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from collective_identity.transports import Transport, launch_of, waits_of
+from collective_identity.transports import Launch, Transport, launch_of, waits_of
 
 from ..kernels import available, can_move, layout_of
 from ..sizes import is_static
@@ -35,6 +35,8 @@ def with_kernels(nodes: Sequence[fx.Node], buckets: Sequence[Bucket], *, auto: b
         for number, bucket in enumerate(buckets)
         if (not bucket.coalesced or bucket.key.transport is Transport.ALL_GATHER) and _suits(bucket, auto)
     }
+    if not candidates:
+        return list(buckets)
     read = [node for pieces in candidates.values() for p in pieces for node in (p.source, *p.above, *p.below)]
     place, hazards = {node: i for i, node in enumerate(nodes)}, hazards_of(nodes, read)
     result = list(buckets)
@@ -53,7 +55,7 @@ def with_kernels(nodes: Sequence[fx.Node], buckets: Sequence[Bucket], *, auto: b
 def _suits(bucket: Bucket, auto: bool) -> bool:
     """Whether the members are of one real element type and of known sizes, and not all empty."""
     dtype = bucket.key.dtype
-    values = [value for start in bucket.members for value in (start.meta["val"], _sent(start).meta["val"])]
+    values = [value for start in bucket.members for value in (start.meta["val"], _launch(start).inputs[0].meta["val"])]
     return (
         (not auto or available(bucket.key.device))
         and not dtype.is_complex
@@ -64,7 +66,7 @@ def _suits(bucket: Bucket, auto: bool) -> bool:
 
 def _fits(bucket: Bucket, pieces: Sequence[Piece]) -> bool:
     """Whether the kernels can do it on a device that has them: the graph is the same everywhere."""
-    rows = _ranks(bucket.members[0]) if bucket.key.transport is Transport.REDUCE_SCATTER else 1
+    rows = _rows(_launch(bucket.members[0]))
     sources = [piece.source.meta["val"] for piece in pieces]
     layout = layout_of(
         tuple(p.width for p in pieces), tuple(p.outer for p in pieces), tuple(v.numel() for v in sources), rows
@@ -74,32 +76,42 @@ def _fits(bucket: Bucket, pieces: Sequence[Piece]) -> bool:
 
 def _bare(start: fx.Node) -> Piece:
     """The member alone."""
-    rows = _ranks(start) if _transport(start) is Transport.REDUCE_SCATTER else 1
-    sent, waits = _sent(start), waits_of(start)
+    return _alone(_launch(start), waits_of(start))
+
+
+def _alone(launch: Launch, waits: Sequence[fx.Node]) -> Piece:
+    (sent,), rows = launch.inputs, _rows(launch)
     return Piece(sent, (), 1, sent.meta["val"].numel() // rows, waits[0] if len(waits) == 1 else None, (), 1)
 
 
 def _piece(start: fx.Node) -> Piece:
     """The member with what is around it."""
-    bare, transport, ranks = _bare(start), _transport(start), _ranks(start)
-    source, outer, above = _above(start, bare.source, ranks if transport is Transport.REDUCE_SCATTER else 1)
+    launch = _launch(start)
+    bare = _alone(launch, waits_of(start))
+    source, outer, above = _above(start, bare.source, _rows(launch))
     made = replace(bare, source=source, above=above, outer=outer)
-    if transport is Transport.ALL_GATHER and bare.result is not None:
-        result, outer_below, below = _below(bare.result, ranks)
+    if launch.transport is Transport.ALL_GATHER and bare.result is not None:
+        result, outer_below, below = _below(bare.result, launch.group_size or 1)
         made = replace(made, result=result, outer_below=outer_below, below=below)
     return made
 
 
 def _sent_piece(start: fx.Node) -> Piece:
     """The member with what is above it; what it yields is its own."""
-    source, outer, above = _above(start, _sent(start), 1)
-    return replace(_bare(start), source=source, above=above, outer=outer, result=None)
+    bare = _alone(_launch(start), ())
+    source, outer, above = _above(start, bare.source, 1)
+    return replace(bare, source=source, above=above, outer=outer)
 
 
-def _sent(start: fx.Node) -> fx.Node:
+def _launch(start: fx.Node) -> Launch:
     launch = launch_of(start)
     assert launch is not None
-    return launch.inputs[0]
+    return launch
+
+
+def _rows(launch: Launch) -> int:
+    """Rows of what is sent: one a rank that it is scattered to."""
+    return (launch.group_size or 1) if launch.transport is Transport.REDUCE_SCATTER else 1
 
 
 def _above(start: fx.Node, sent: fx.Node, rows: int) -> tuple[fx.Node, int, tuple[fx.Node, ...]]:
@@ -205,15 +217,3 @@ def _first(node: fx.Node) -> fx.Node:
 def _only_user(node: fx.Node | None) -> fx.Node | None:
     users = [] if node is None else list(node.users)
     return users[0] if len(users) == 1 and users[0].op == "call_function" else None
-
-
-def _transport(start: fx.Node) -> Transport:
-    launch = launch_of(start)
-    assert launch is not None
-    return launch.transport
-
-
-def _ranks(start: fx.Node) -> int:
-    launch = launch_of(start)
-    assert launch is not None
-    return launch.group_size or 1

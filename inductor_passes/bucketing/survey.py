@@ -11,7 +11,7 @@ from torch import fx
 from collective_identity.identity import Identity
 from collective_identity.roles import is_fsdp
 from collective_identity.store import runs_in_backward
-from collective_identity.transports import WAIT, Launch, Transport, launch_of, waits_of
+from collective_identity.transports import WAIT, Launch, Transport, launches_among, waits_of
 
 from ..sizes import Size, hinted_numel, is_static, surely_divides, surely_same, unhinted
 from . import reasons
@@ -82,9 +82,10 @@ def survey(
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
     backward_began = False
+    launches = launches_among(nodes)
     for position, node in enumerate(nodes):
         backward_began = backward_began or runs_in_backward(node)
-        launch = launch_of(node)
+        launch = launches.get(node)
         if launch is None:
             continue
         found = _examine(node, position, launch, identities.get(node), kinds, backward_began)
