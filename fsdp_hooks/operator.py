@@ -130,11 +130,10 @@ class _Unshard(torch.autograd.Function):
 
 def gathered(shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
     """The full parameter in memory of its own, without autograd: cast, padded, gathered, cut to size."""
-    held = shard
+    if args.group_size == 1:
+        return _copied(shard, args)
     if args.param_dtype is not None:
         shard = shard.to(args.param_dtype)
-    if args.group_size == 1:
-        return shard.clone() if shard is held else shard
     full = WAIT(_gather(_pad(shard, args.dim, args.chunk), args))
     if args.dim != 0:
         full = torch.cat(torch.chunk(full, args.group_size, 0), args.dim)
@@ -182,6 +181,13 @@ def own_part(grad: torch.Tensor, args: UnshardArgs, shape: torch.Size) -> torch.
 def _pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     missing = length - x.shape[dim]
     return x if missing == 0 else F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
+
+
+def _copied(shard: torch.Tensor, a: UnshardArgs) -> torch.Tensor:
+    """What one rank alone holds, as it is read in forward; resharding frees it like what was gathered."""
+    with annotate(reshard_mark(a.reshard_after_forward)):
+        full = shard if a.param_dtype is None else shard.to(a.param_dtype)
+        return shard.clone() if full is shard else full
 
 
 def _gather(x: torch.Tensor, a: UnshardArgs) -> torch.Tensor:

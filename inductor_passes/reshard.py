@@ -40,13 +40,17 @@ class Reshard:
 
 
 def _marked(gm: fx.GraphModule) -> PassOutcome:
-    starts = [
-        node
-        for node, identity in classify(gm).items()
-        if identity is not None and identity.role == PARAM_UNSHARD and custom_value(node, RESHARD_KEY) is True
-    ]
+    identities = classify(gm)
+    asked = [node for node in gm.graph.nodes if custom_value(node, RESHARD_KEY) is True]
+    starts, alone = [], []
+    for node in asked:
+        identity = identities.get(node)
+        if identity is not None and identity.role == PARAM_UNSHARD:
+            starts.append(node)
+        elif node not in identities and _only_rearranges(node):  # a group of one rank copies, and gathers nothing
+            alone.append(node)
     marked: set[fx.Node] = set()
-    for start in starts:
+    for start in (*starts, *alone):
         for node in (*_made_from(start), start, *_views_of(start)):
             if node not in marked:
                 mark_recompute(node, _REGION)
@@ -65,8 +69,8 @@ def _made_from(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _views_of(start: fx.Node) -> Iterator[fx.Node]:
-    """The waits, and everything that only reshapes, slices, casts or reorders what they return."""
-    pending = list(waits_of(start))
+    """The waits, and everything that only reshapes, slices, casts or reorders what they, or a copy, return."""
+    pending = list(waits_of(start)) or [start]
     seen = set(pending)
     while pending:
         node = pending.pop()

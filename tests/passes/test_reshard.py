@@ -122,3 +122,16 @@ def test_two_gathers_of_one_cast_mark_it_once() -> None:
     one, two = (asked(b.all_gather(cast, group=group, role=PARAM_UNSHARD)) for group in ("dp", "other"))
     b.output(one.wait, two.wait)
     assert marked(b) == names(cast, one.start, one.wait, two.start, two.wait)
+
+
+def test_a_copy_that_one_rank_makes_for_itself_and_its_views() -> None:
+    b = Builder()
+    x, w = b.placeholder("x", (8, 8)), b.placeholder("w", (8, 8))
+    cast = b.cast(w, torch.bfloat16)
+    cast.meta["custom"] = {RESHARD_KEY: True}
+    turned = b.call(aten.t.default, cast)
+    other = b.cast(x, torch.bfloat16)
+    product = b.call(aten.mm.default, other, turned)
+    product.meta["custom"] = {RESHARD_KEY: True}  # computed: whatever says so, it is no copy
+    b.output(product)
+    assert marked(b) == names(cast, turned)
