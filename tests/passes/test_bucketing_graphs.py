@@ -94,7 +94,7 @@ def test_coalesced_buckets() -> None:
         assert record is not None and [m.name for m in record.members] == [c.start.name for c in made]
         assert found is not None and found.source is Source.EXPLICIT
         waits = [n.meta["val"] for n in gm.graph.nodes if is_wait(n)]
-        assert [(v.shape, v.stride(), v.dtype) for v in waits] == [(v.shape, v.stride(), v.dtype) for v in had]
+        assert [id(v) for v in waits] == [id(v) for v in had], "known already, and what is a view of one still says so"
 
 
 @pytest.mark.parametrize("why", ["gaps", "empty", "another type", "another kind"])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bucketing, dedup, kernels
+from benchmarks import bucketing, dedup, kernels, passes
+from benchmarks.measure import lines_of
 from collective_identity.compat import torch_version
 from tests.unit.test_benchmarks import lines
 
@@ -24,6 +25,23 @@ def test_dedup(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["left"] for row in growing] == [5, 50, 500]
     if torch_version() >= (2, 13):  # before, torch had none
         assert last["ratio"] > 1
+
+
+def test_lines_of_passes_grow_no_faster_than_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *rows = lines(passes, capsys, "--lines", "--large", "300")
+    assert first["benchmark"] == "passes" and len(rows) == 2 * len(passes.PASSES)
+    assert all(row["times_the_lines"] <= passes.LINES_GROW for row in rows if row["collectives"] == 300)
+
+
+def test_lines_count_loops_without_a_call() -> None:
+    def square(size: int) -> int:
+        total = 0
+        for _ in range(size):
+            for _ in range(size):
+                total += 1
+        return total
+
+    assert lines_of(lambda: square(100)) > 50 * lines_of(lambda: square(10))
 
 
 def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
