@@ -136,22 +136,24 @@ def _ratios(results: list[Figures]) -> dict[str, float]:
 def _line(one: Figures) -> str:
     if one.error is not None:
         return f"{one.variant:17s} failed: {one.error}"
-    memory = "" if one.peak_gib is None else f"{one.peak_gib:7.2f} GiB, {one.reserved_gib:7.2f} reserved"
+    memory = "" if one.peak_gib is None else f", peak {one.peak_gib:.2f} GiB, {one.reserved_gib:.2f} reserved"
     text = (
         f"{one.variant:17s} {one.step_ms:9.2f} ms [{one.step_ms_min}-{one.step_ms_max}] "
-        f"{one.tokens_per_s_per_rank:9.0f} tokens/s/rank {memory} first step {one.first_step_s:6.2f} s "
+        f"{one.tokens_per_s_per_rank:9.0f} tokens/s/rank{memory}, first step {one.first_step_s:.2f} s, "
         f"loss {one.losses[0]:.5f} -> {one.losses[-1]:.5f}"
     )
     if one.warm_step_s is not None:
-        text += f" warm {one.warm_step_s} s"
+        text += f", warm {one.warm_step_s} s"
     if one.cache_hits is not None:
-        text += f" cache hits {dict(one.cache_hits)}"
+        hits = [f"{aot} AOTAutograd and {fx} FxGraph ({build} build)" for build, (aot, fx) in one.cache_hits.items()]
+        text += f", cache hits {', '.join(hits)}"
     if one.report_ok is not None:
-        text += (
-            f" gathers {one.gathers} reductions {one.reductions} {one.replica_reductions} "
-            f"explicit {one.explicit_share} tp {one.tp_collectives} "
-            f"merged with others {one.merged_with_others} passes {one.passes_s}"
-        )
+        told = {
+            "gathers": one.gathers, "shard reductions": one.reductions, "replica reductions": one.replica_reductions,
+            "explicit": one.explicit_share, "of tensor parallelism": one.tp_collectives,
+            "merged with others": one.merged_with_others, "seconds of our passes": one.passes_s,
+        }  # fmt: skip
+        text += "".join(f", {what} {value}" for what, value in told.items() if value is not None)
     if one.fused is not None:
-        text += f" fused {one.fused} {one.fused_roles} not fused {one.not_fused}"
+        text += f", fused {one.fused} {dict(one.fused_roles or {})}, not fused {dict(one.not_fused or {})}"
     return text

@@ -12,8 +12,8 @@ from .records import ExpectedRecord
 from .steps import PHASES, Cell, Step, Tally, merged, tally
 
 NOTHING_SEEN = (
-    "no graph holds an FSDP collective and no producer declared any: for a model with fully_shard, call "
-    "fsdp_hooks.install(model) before torch.compile"
+    "no graph holds an FSDP collective and no producer declared any: a model sharded over one rank has none; for "
+    "another with fully_shard, call fsdp_hooks.install(model) before torch.compile"
 )
 
 

@@ -52,6 +52,25 @@ def test_torchs_own_passes_are_told_apart() -> None:
     assert ours == [] and told.startswith("upstream_both, rank 0: losses differ")
 
 
+TIMES = {"step_ms": 10.0, "step_ms_min": 9.0, "step_ms_max": 11.0, "tokens_per_s_per_rank": 1000, "first_step_s": 1.0}
+
+
+def test_a_line_says_what_each_number_is() -> None:
+    given = {"cache_hits": {"first": (0, 0), "warm": (1, 2)}, "warm_step_s": 0.5, "report_ok": True, "gathers": 5}
+    line = train._line(found(**TIMES, **given, reductions=3, peak_gib=2.0, reserved_gib=3.0))
+    for text in (
+        "peak 2.00 GiB, 3.00 reserved", "cache hits 0 AOTAutograd and 0 FxGraph (first build), 1 AOT", "warm 0.5 s",
+        "gathers 5", "shard reductions 3", "explicit 1.0",
+    ):  # fmt: skip
+        assert text in line
+    assert "None" not in line and "replica" not in line
+
+
+def test_a_line_leaves_out_what_is_not_there() -> None:
+    line = train._line(Figures("eager", losses=(2.0, 1.0), **TIMES))
+    assert "None" not in line and "GiB" not in line and line.endswith("loss 2.00000 -> 1.00000")
+
+
 def rows(**roles: str | None) -> list[SimpleNamespace]:
     return [SimpleNamespace(node=name, role=role, members=None) for name, role in roles.items()]
 
