@@ -37,9 +37,11 @@ def test_what_is_saved_for_backward(reshard: bool, dtype: torch.dtype | None) ->
             kept.append(tensor)
         return tensor
 
-    with ci.enable(agreement_timeout=0), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with ci.enable(agreement_timeout=0) as handle, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = compiled(torch.ones(5, 6)).sum()
         loss.backward()
+        notes = handle.report().notes
+    assert [note for note in notes if "a model sharded over one rank has none" in note], "install was called"
     assert len(kept) == (0 if reshard else 1)
     weight = model[1].weight.grad.to_local()
     assert weight.dtype is torch.float32 and bool(weight.any())
