@@ -37,7 +37,8 @@ def test_what_is_saved_for_backward(reshard: bool, dtype: torch.dtype | None) ->
             kept.append(tensor)
         return tensor
 
-    with ci.enable(agreement_timeout=0) as handle, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with ci.enable(agreement_timeout=0) as handle, saved:
         loss = compiled(torch.ones(5, 6)).sum()
         loss.backward()
         notes = handle.report().notes
