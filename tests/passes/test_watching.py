@@ -80,6 +80,8 @@ def test_calls_are_counted_forward_and_backward(store: dist.Store) -> None:
 def test_torch_records_which_operations_have_ended(store: dist.Store) -> None:
     dist.all_reduce(torch.ones(3))
     dist.barrier()
-    operations = compat.recent_operations()["0"]
+    until = time.monotonic() + 10  # gloo's thread records an end a little after its caller goes on
+    while not (operations := compat.recent_operations()["0"])[-1][2] and time.monotonic() < until:
+        time.sleep(0.01)
     assert [(number, ended) for number, _, ended in operations[-2:]] == [(1, True), (2, True)]
     assert operations[-2][1] == "all_reduce [[3]]"
