@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
-from ..sizes import hinted_numel
+from ..sizes import hinted_numel, unhinted
 from ..uses import multiplies
 
 
@@ -51,8 +52,10 @@ def larger_first(found: Sequence[Reduction], index: Mapping[fx.Node, int]) -> tu
 
 
 def _bytes(start: fx.Node) -> int:
-    value = start.all_input_nodes[0].meta["val"]
-    return hinted_numel(value) * int(value.element_size())
+    """What is sent; 0 where nothing says how much."""
+    values = [node.meta.get("val") for node in start.all_input_nodes]
+    known = [one for one in values if isinstance(one, torch.Tensor) and not unhinted(one)]
+    return sum(hinted_numel(one) * one.element_size() for one in known)
 
 
 def _needed(start: fx.Node, index: Mapping[fx.Node, int], since: int) -> set[fx.Node]:

@@ -62,6 +62,15 @@ def test_else_each_starts_where_its_gradient_is(given: dict[str, Any]) -> None:
     assert planned(**given) == (["earlier 0", "block", "table"], False)
 
 
+def test_a_graph_that_says_no_sizes_keeps_its_order() -> None:
+    gm, made = backward()
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    apply_overlap(gm, plan_overlap(gm, ahead=1))
+    at = {node: i for i, node in enumerate(gm.graph.nodes)}
+    assert at[made["block"].start] < at[made["table"].start]
+
+
 def test_what_the_table_needs_is_computed_before_too() -> None:
     gm, made = backward()
     apply_overlap(gm, plan_overlap(gm, ahead=1))
