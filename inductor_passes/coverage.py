@@ -56,8 +56,12 @@ def load(key: str) -> Tables | None:
 
 
 def save(key: str, tables: Tables) -> None:
-    """Record the tables of a freshly compiled graph; whole or not at all."""
+    """Record the tables of freshly compiled graphs beside those of others under that key; whole or not at all.
+
+    Ranks with equal graphs share a key, and one may have compiled what the other then found in the cache.
+    """
     path = _path(key)
+    tables = {**(load(key) or {}), **tables}
     text = json.dumps(
         {kind: [[dataclasses.asdict(row) for row in rows] for rows in both] for kind, both in tables.items()}
     )

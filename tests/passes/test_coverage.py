@@ -35,7 +35,9 @@ def test_round_trip(folder: Path) -> None:
     assert coverage.load("k") == TABLES
     assert [path.name for path in folder.iterdir()] == ["k.json"], "no temporary file is left"
     coverage.save("k", {"inference": ((), ())})
-    assert coverage.load("k") == {"inference": ((), ())}, "replaced as a whole"
+    assert coverage.load("k") == {**TABLES, "inference": ((), ())}, "another rank has compiled what this one took"
+    coverage.save("k", {"forward": ((), ())})
+    assert coverage.load("k") == {**TABLES, "inference": ((), ()), "forward": ((), ())}
 
 
 @pytest.mark.parametrize("role, used", [(PARAM_UNSHARD, True), ("user.weights", False)])
