@@ -27,11 +27,15 @@ def torch_version() -> tuple[int, int]:
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused(*, long: bool = False) -> Iterator[None]:
     """Keep Python's cyclic collector from walking the whole heap while many acyclic objects are made.
 
     The heap of a process that compiles is large, and each walk costs as much as the work here: on a million
     nodes a third of it. Left alone where it is off already.
+
+    Args:
+        long: what was made meanwhile is old: else all of it is walked at once when the collector goes on, in vain.
+            Not where the program has frozen objects (`gc.freeze`), which would be thawed.
     """
     if not gc.isenabled():
         yield
@@ -40,6 +44,9 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if long and not gc.get_freeze_count():
+            gc.freeze()  # from all generations to none, and from there to the oldest
+            gc.unfreeze()
         gc.enable()
 
 

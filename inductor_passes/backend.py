@@ -44,6 +44,7 @@ from .profiler_marks import mark_kernel
 from .random_in_checkpoints import RandomInCheckpoints
 from .reconcile import reconciled
 from .reshard import Reshard
+from .shards import given_shards, take_shards
 from .unseen import unseen
 from .upstream_passes import REGIONS, hooks_survive, rewrites_collectives
 
@@ -144,10 +145,12 @@ class _Compile:
     def run(self) -> Callable[..., Any]:
         """Compile, and return what Dynamo calls."""
         start = time.perf_counter()
+        inputs, places = take_shards(self._gm, self._inputs)
         if self._unseen and self._cacheable and upstream.autograd_cache_is_on():
             upstream.autograd_cache_bypassed(self._unseen)
             logger.info("%s: not in AOTAutogradCache, whose key does not see %s", self._name, ", ".join(self._unseen))
         with (
+            compat.collector_paused(long=True),
             upstream.cache_key(self._tag, self._callers.cache_key_tag),
             upstream.caches_disabled(not self._cacheable),
             upstream.autograd_cache_disabled(bool(self._unseen)),
@@ -155,14 +158,14 @@ class _Compile:
         ):
             if self._options.inner == "inductor":
                 compiled = compile_under(
-                    self._options.policy, self._gm, self._inputs, self._around, self._lite.options, self._lite.table
+                    self._options.policy, self._gm, inputs, self._around, self._lite.options, self._lite.table
                 )
             else:
-                compiled = upstream.aot_eager(self._gm, self._inputs, self._eager_graph)
+                compiled = upstream.aot_eager(self._gm, inputs, self._eager_graph)
         if not self._graphs:
             self._from_cache(time.perf_counter() - start)
         del self._gm, self._inputs  # the compiled callable keeps this object
-        return self._checked(compiled)
+        return self._checked(given_shards(compiled, places))
 
     # -- the stages ---------------------------------------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class _Compile:
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             with (
+                compat.collector_paused(long=True),  # a backward compiles later than the rest
                 self._lite.as_asked(),
                 self._graph(upstream.kind_of_inner(kwargs), gm) as graph,
                 upstream.cache_key(self._traced_tag(gm), self._callers.cache_key_tag),
@@ -195,7 +199,7 @@ class _Compile:
         return compile_graph
 
     def _eager_graph(self, gm: fx.GraphModule, kind: GraphKind) -> None:
-        with self._graph(kind, gm) as graph:
+        with compat.collector_paused(long=True), self._graph(kind, gm) as graph:
             graph.transform(gm)
 
     # -- one graph ----------------------------------------------------------------------------------------------
@@ -231,7 +235,9 @@ class _Compile:
         return PassContext(kind=kind, lite=lite, observe=self._observe, options=self._options, log=log)
 
     def _finish(self, graph: _Graph, seconds: float) -> None:
-        if graph.transformed and self._cacheable:
+        if not graph.transformed:
+            self._recorded = coverage.load(self._key) or self._recorded  # another rank may just have stored it
+        elif self._cacheable:
             coverage.save(self._key, {kind: (g.before, g.after) for kind, g in self._graphs.items() if g.transformed})
         graph.finish(seconds, self._recorded.get(graph.kind))
         graph.publish(self._agreed)

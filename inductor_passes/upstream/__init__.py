@@ -34,6 +34,7 @@ from .hooks import called_kernels, has_joint_pass, joint_pass, post_grad_pass, w
 from .nodes import custom_value, is_symbolic, mark_recompute, mark_save, misplaced_random_ops, traced_now
 from .partitioner import NonRecomputingPartitioner
 from .replacing import compile_fx_replaced
+from .shards import autograd_is_traced, has_shard, shards_of, takes_shard
 from .targets import TORCHS_NAMESPACES, decomposition_table, module_of, operators, python_above_kernels
 from .unlowered import LOWERED_AFTER_GRAD, rewrite_unlowered
 from .unwaited import unwaited_inputs
@@ -56,6 +57,7 @@ __all__ = [
     "autograd_cache_bypassed",
     "autograd_cache_disabled",
     "autograd_cache_is_on",
+    "autograd_is_traced",
     "cache_dir",
     "cache_key",
     "caches_disabled",
@@ -68,6 +70,7 @@ __all__ = [
     "fx_passes_module",
     "group_names",
     "has_joint_pass",
+    "has_shard",
     "inductor",
     "inductor_flag",
     "inductor_flags",
@@ -88,7 +91,9 @@ __all__ = [
     "region_patches",
     "removes_common_subexpressions",
     "rewrite_unlowered",
+    "shards_of",
     "source_hash",
+    "takes_shard",
     "traced_now",
     "unwaited_inputs",
     "without_common_subexpressions",

@@ -8,6 +8,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
+from torch.distributed.tensor import DTensor
 
 from collective_identity.compat import torch_version
 
@@ -35,6 +36,8 @@ def check_version() -> None:
             (inductor_config, "post_grad_custom_pre_pass"),
             (inductor_config, "fallback_by_default"),
             (compiler_config, "cache_key_tag"),
+            (DTensor, "_local_tensor"),
+            (DTensor, "_spec"),
         )
         if not hasattr(module, name)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -83,6 +84,26 @@ def test_options_decide_which_passes_run(handle: ci.Handle) -> None:
     assert list(found) == ["forward", "backward"]
     assert all(passes(graph) == ["normalize"] for graph in found.values())
     assert all(graph["captured"] == graph["after"] for graph in found.values())
+
+
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_the_collector_rests_while_a_graph_is_compiled(inner: str) -> None:
+    """In a backward that compiles later too; and it goes on after a compile that fails."""
+    seen: list[bool] = []
+
+    def look(gm: fx.GraphModule) -> None:
+        seen.append(gc.isenabled())
+
+    def fail(gm: fx.GraphModule) -> None:
+        raise ValueError("on purpose")
+
+    options = {} if inner == "inductor" else {"inner": inner}
+    compiled(installed(), pre_passes=[look], **options)(batch()).sum().backward()
+    assert seen == [False, False] and gc.isenabled()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="on purpose"):
+        compiled(installed(), pre_passes=[fail], **options)(batch())
+    assert gc.isenabled()
 
 
 def test_inference(handle: ci.Handle) -> None:

@@ -24,7 +24,7 @@ from collective_identity import (
     stamp,
     start_nodes,
 )
-from collective_identity.compat import torch_version
+from collective_identity.compat import collector_paused, torch_version
 from tests.graphs import Builder, Collective, aten, counting_edges, identity
 
 C = torch.ops._c10d_functional
@@ -397,6 +397,24 @@ def test_the_collector_is_left_as_it_was(was_on: bool) -> None:
         assert gc.isenabled() == was_on
     finally:
         gc.enable()
+
+
+def test_what_a_long_pause_made_is_old_and_nothing_is_thawed() -> None:
+    """Else the first collection after it walks all of that in vain."""
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    made = []
+    with collector_paused(long=True):
+        assert not gc.isenabled()
+        made.append([object()])
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert any(one is made[0] for one in gc.get_objects(generation=2))
+    gc.freeze()
+    try:
+        with collector_paused(long=True):
+            pass
+        assert gc.get_freeze_count() > 0, "the program froze these"
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("rules", ["extended", "compatible"])
