@@ -181,7 +181,7 @@ def test_a_launch_does_without() -> None:
     failing.may.set()
     launch.compile_ahead([PACKING], kernels=failing)
     pack(failing)
-    assert other.noted[-1] == "move_members" and failing.noted == ["ready", *unplanned.noted]
+    assert other.noted.count("move_members") == 1 and failing.noted == ["ready", *unplanned.noted]
 
 
 def test_nothing_to_launch_compiles_nothing() -> None:
