@@ -36,6 +36,7 @@ from . import coverage, upstream
 from .contract import GraphPass, PassContext
 from .device_policy import compile_under
 from .equals import settle_equal_collectives
+from .kernels import compile_kernels_of
 from .lite_mode import LiteState, Selection, lite_state, marks_digest, prepare, select
 from .manager import Pipeline, role_counts, run_user_passes
 from .options import BackendOptions, OptionError, parse_options
@@ -352,6 +353,8 @@ class _Graph:
         with compat.timed("collective_identity.passes"):
             self._pipeline.run(gm, self._context)
             self.after = ci.collective_table(gm)
+            if upstream.inductor_flag("worker_start_method") != "fork":  # a fork copies what threads hold, not threads
+                compile_kernels_of(gm)
         self.transformed = True
         if self._upstreams is not None and not self._context.read_only and rewrites_collectives():
             if hooks_survive():

@@ -5,5 +5,6 @@ from __future__ import annotations
 from .launch import available, can_move
 from .layout import Layout, layout_of
 from .ops import pack, unpack
+from .planned import compile_kernels_of
 
-__all__ = ["Layout", "available", "can_move", "layout_of", "pack", "unpack"]
+__all__ = ["Layout", "available", "can_move", "compile_kernels_of", "layout_of", "pack", "unpack"]

@@ -5,6 +5,8 @@ which addresses they are, which may change with each call. Neither is copied fro
 written by a small kernel whose arguments are the words, as torch's own foreach kernels get theirs. So nothing waits for
 the host, nothing has to be kept alive for a copy under way, and a CUDA graph records what it needs.
 
+A kernel that `compile_ahead` was told of is compiled by another thread, and waited for here.
+
 On a device's default stream tables are kept: parameters stay where they are, and gradients come back to the same few
 places, so that a bucket is one launch. On any other stream (CUDA graphs are recorded on one, and warmed up on one
 whose memory has to be given back) every call writes its own.
@@ -14,15 +16,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from .ahead import Ahead, Variant
 from .layout import Layout
 
 _SPARE: Final = 2**20
@@ -76,12 +79,13 @@ TUNING: Final = Tuning()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """All of a launch but its addresses: the words of the layout, the grid, a tile's elements as a power of two, and
-    the kernel's constants by name."""
+    """All of a launch but its addresses: the words of the layout, the grid, a tile's elements as a power of two, the
+    element type that the kernel takes the buffer for, and the kernel's constants by name."""
 
     words: tuple[int, ...]
     grid: tuple[int, ...]
     shift: int
+    seen: torch.dtype
     options: Mapping[str, int | bool]
 
 
@@ -96,7 +100,8 @@ def work_of(
     tile = tuning.tile_bytes // buffer.itemsize
     vector, threads = 16 // min(sizes), 32 * tuning.warps
     words, tiles = layout.table(tile, vector)
-    return Work(words, (tiles,), tile.bit_length() - 1, MappingProxyType({
+    seen = buffer if buffer in _FLOATS else _INTEGERS[buffer.itemsize]
+    return Work(words, (tiles,), tile.bit_length() - 1, seen, MappingProxyType({
         "KINDS": sum(1 << _kind(dtype, buffer) for dtype in types),
         "LOOK": next((look for look in looks if look >= len(layout.widths)), looks[-1]),
         "CHUNK": min(tile, max(vector, tuning.thread_bytes // max(sizes)) * threads), "FEW": min(tile, 8 * threads),
@@ -141,15 +146,70 @@ def move(
         words = tuple([address << 2 | kind for address in map(torch.Tensor.data_ptr, members)])
     else:
         words = tuple([m.data_ptr() << 2 | _kind(m.dtype, dtype) for m in members])
-    plain = buffer if dtype in _FLOATS else buffer.view(_INTEGERS[dtype.itemsize])
+    plain = buffer if dtype is work.seen else buffer.view(work.seen)
     if keep is None:
         keep = device.type != "cuda" or torch.cuda.current_stream(device) == _default_stream(device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    _compiled_ahead(work, device, kernels)
+    with _on(device):
         where = (_layout_table if keep else _layout_table.__wrapped__)(work, device, kernels)
         addresses = (_table if keep else _table.__wrapped__)(words, device, kernels)
         kernels.move_members[work.grid](
             plain, addresses, where, layout.total, len(members), work.shift, **work.options
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What decides about a call of `move`, but for its addresses: known before there are any."""
+
+    layout: Layout
+    buffer: torch.dtype
+    types: frozenset[torch.dtype]
+    packing: bool
+    device: torch.device
+
+
+def compile_ahead(moves: Sequence[Move], *, kernels: ModuleType | None = None) -> None:
+    """Start to compile what these calls of `move` will launch, and return at once; see `ahead`."""
+    if not moves:
+        return
+    if kernels is None:
+        kernels = _kernels()
+    kernels.get_ready()
+    variants: dict[Variant, None] = {}
+    for one in moves:
+        work = work_of(one.layout, one.buffer, one.types, one.packing, kernels.LOOKS, TUNING)
+        if work.grid[0]:
+            variants.update(dict.fromkeys(_variants(work, one.device, kernels)))
+    _ahead(kernels).start(variants)
+
+
+def _variants(work: Work, device: torch.device, kernels: ModuleType) -> tuple[Variant, Variant]:
+    """What a launch needs compiled: its kernel, and the one that writes tables. Of numbers any will do, they make none;
+    buffers and tables are what torch allocates, aligned."""
+    words = Variant("write_words", (torch.int64, *(0,) * (2 + kernels.WORDS)), (("num_warps", 1),), device)
+    arguments = (work.seen, torch.int64, torch.int64, 0, 0, 0)
+    return words, Variant("move_members", arguments, tuple(work.options.items()), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled_ahead(work: Work, device: torch.device, kernels: ModuleType) -> None:
+    """Wait for what is being compiled for this launch. Once: what was not under way then, the launch compiles."""
+    for variant in _variants(work, device, kernels):
+        _ahead(kernels).wait(variant)
+
+
+@functools.cache
+def _ahead(kernels: ModuleType) -> Ahead:
+    def compile_one(variant: Variant) -> None:
+        with _on(variant.device):
+            kernels.compile_only(getattr(kernels, variant.kernel), *variant.arguments, **dict(variant.options))
+
+    return Ahead(compile_one)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

@@ -1,13 +1,15 @@
 """What runs on the device? One kernel that moves a bucket's members into or out of its buffer, one that writes tables.
 
 The only file that names triton. Read: triton 3.6.0, 3.7.1, 3.8.0 (``do_not_specialize`` keeps an annotated integer
-argument one type and one variant; ``multiple_of`` on a pointer counts bytes).
+argument one type and one variant; ``multiple_of`` on a pointer counts bytes; ``warmup`` keeps what it compiles where a
+launch looks, and takes an element type for a tensor that is aligned).
 """
 # mypy: disallow_untyped_defs = false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 WORDS = 64
 """Words that one launch of `write_words` writes."""
@@ -18,6 +20,21 @@ LOOKS = (32, 128, 1024)
 _MOST = tl.constexpr(LOOKS[-1])
 _NEVER = tl.constexpr(2**62)
 _ARGUMENTS = [f"w{i}" for i in range(WORDS)]
+
+
+def get_ready():
+    """Have triton make the device's driver now, in this thread: it does not look whether another one makes it too."""
+    return driver.active.launcher_cls
+
+
+def compile_only(kernel, *arguments, **options):
+    """Compile what a launch with these would, for the current device, and launch nothing.
+
+    The host's part as well: up to 3.6 it is C, which a compiler turns into a file of triton's cache.
+    """
+    made = kernel.warmup(*arguments, grid=(1,), **options)
+    if made is not None:  # an interpreted kernel is not compiled
+        driver.active.launcher_cls(made.src, made.metadata)
 
 
 @triton.jit(do_not_specialize=["start", "count", *_ARGUMENTS])

@@ -169,3 +169,15 @@ def test_what_the_kernels_move() -> None:
     assert not launch.can_move([torch.complex128], torch.complex128, layout)
     assert not launch.can_move([torch.uint8], torch.uint8, layout_of((2**31,), (1,), (5,), 1))
     assert not launch.available(torch.device("cpu"))
+
+
+def test_nothing_interpreted_is_compiled_ahead(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that was planned runs as any other, and triton is asked for no device's driver by its compile."""
+    monkeypatch.setattr(kernels, "get_ready", lambda: None)
+    layout = layout_of((8,), (1,), (16,), 2)
+    one = launch.Move(layout, torch.float32, frozenset([torch.bfloat16]), True, torch.device("cpu"))
+    launch.compile_ahead([one], kernels=kernels)
+    buffer, member = torch.empty(16), memory(16, torch.bfloat16, 0)
+    launch.move(buffer, [member], layout, packing=True, kernels=kernels)
+    assert torch.equal(buffer, member.float())
+    kernels.compile_only(kernels.write_words, torch.int64, *(0,) * (2 + kernels.WORDS), num_warps=1)

@@ -22,7 +22,7 @@ import collective_identity as ci
 import fsdp_hooks
 import inductor_passes
 from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD
-from inductor_passes import upstream
+from inductor_passes import backend, upstream
 from inductor_passes.upstream import UnsupportedTorch, versions
 
 pytestmark = pytest.mark.usefixtures("fake_world")
@@ -127,6 +127,23 @@ def test_observe_changes_no_graph(handle: ci.Handle) -> None:
         assert not [one for graph in found.values() for one in graph["passes"] if one["changed"]]
     assert codes["observe"] == codes["optimize"], "the same code as with bucketing off"
     assert passes(found["forward"]) == ["normalize"]
+
+
+@pytest.mark.parametrize("start", ["subprocess", "fork"])
+def test_kernels_are_compiled_once_the_passes_have_run(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each graph as it will be lowered, before any of it runs; not beside workers that are forked."""
+    seen: list[list[str]] = []
+    ours = ("pack", "unpack")
+
+    def note(gm: fx.GraphModule) -> None:
+        names = (getattr(node.target, "_opname", "") for node in gm.graph.nodes)
+        seen.append([name for name in names if name in ours])
+
+    monkeypatch.setattr(backend, "compile_kernels_of", note)
+    with inductor_config.patch(worker_start_method=start):
+        loss = compiled(installed(), inner="aot_eager", kernels="triton")(batch()).sum()
+        loss.backward()
+    assert seen == ([["pack", "unpack"], ["pack"]] if start == "subprocess" else [])
 
 
 # ---- the user's configuration ----
