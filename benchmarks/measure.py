@@ -111,7 +111,8 @@ def one_process(ranks: int) -> Iterator[str]:
 
 
 class Stopwatch:
-    """Processor seconds spent inside some functions while it is attached to them; what they call counts once."""
+    """Processor seconds of the calling thread inside some functions while it is attached to them; what they call counts
+    once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -133,12 +134,12 @@ class Stopwatch:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return original(*args, **kwargs)
-            self._inside, start = True, time.process_time()
+            self._inside, start = True, time.thread_time()
             try:
                 result = original(*args, **kwargs)
                 return list(result) if isinstance(result, Iterator) else result
             finally:
-                self.seconds += time.process_time() - start
+                self.seconds += time.thread_time() - start
                 self._inside = False
 
         return timed

@@ -179,7 +179,8 @@ class _Compile:
             with self._lite.as_asked():
                 lite = lite_state(gm)
                 log = self._session.begin_graph("joint", self._name, NAME, lite=lite.value, modules=self._modules)
-                Pipeline(passes).run(gm, self._context("joint", lite, log))
+                context = self._context("joint", lite, log)
+                Pipeline(passes).run(gm, context, recompile=False)  # the partitioner reads the graph
 
     def _around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -351,7 +352,7 @@ class _Graph:
     def transform(self, gm: fx.GraphModule) -> None:
         """Run the passes on the graph about to be lowered; where torch's own follow, watch them from here on."""
         with compat.timed("collective_identity.passes"):
-            self._pipeline.run(gm, self._context)
+            self._pipeline.run(gm, self._context, recompile=False)  # Inductor's stage, or aot_eager, ends with that
             self.after = ci.collective_table(gm)
             if upstream.inductor_flag("worker_start_method") != "fork":  # a fork copies what threads hold, not threads
                 compile_kernels_of(gm)

@@ -61,8 +61,13 @@ class Pipeline:
             ran.append(contract.name)
         self.passes = tuple(passes)
 
-    def run(self, gm: fx.GraphModule, context: PassContext) -> bool:
+    def run(self, gm: fx.GraphModule, context: PassContext, *, recompile: bool = True) -> bool:
         """Run the passes on ``gm``.
+
+        Args:
+            gm: the graph.
+            context: what the passes are told.
+            recompile: generate the code of a graph that changed; not where the caller does so later.
 
         Returns:
             Whether any pass changed the graph.
@@ -77,7 +82,7 @@ class Pipeline:
             if self._may_run(one, context):
                 changed, counted = self._run_one(one, gm, context, regions, guard, counted)
                 changed_any |= changed
-        if changed_any:
+        if changed_any and recompile:
             gm.recompile()  # once: passes read the graph, not its code
         return changed_any
 
