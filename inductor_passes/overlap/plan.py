@@ -80,7 +80,7 @@ def _gathers(
 ) -> list[fx.Node]:
     found, inputs = [], Inputs()
     for start in starts:
-        above = _packing(start)
+        above = _packing(start, index)
         if above is None:
             continue
         waits = waits_of(start)
@@ -130,9 +130,8 @@ def _reductions(
     return [one.start for one in found], hurried
 
 
-def _packing(start: fx.Node) -> list[fx.Node] | None:
+def _packing(start: fx.Node, index: Mapping[fx.Node, int]) -> list[fx.Node] | None:
     """What only ``start`` needs, above it; None when something above it communicates."""
-    above: list[fx.Node] = []
     seen = {start}
     todo = [start]
     while todo:
@@ -141,8 +140,10 @@ def _packing(start: fx.Node) -> list[fx.Node] | None:
                 continue
             if is_start(node) or is_wait(node):
                 return None
-            if all(user in seen for user in node.users):
-                above.append(node)
             seen.add(node)
             todo.append(node)
-    return above
+    alone = {start: None}
+    for node in sorted(seen - {start}, key=index.__getitem__, reverse=True):  # each after all that use it
+        if all(user in alone for user in node.users):
+            alone[node] = None
+    return list(alone)[1:]
