@@ -203,3 +203,20 @@ def test_a_member_that_kernels_pad_starts_as_one_that_is_sent_where_it_lies(pads
     assert len(packed) == pads and launched(gm) == [(), ("w0", "w1")]
     split = [node for one in packed for node in one.users]
     assert all(node in plan.places for node in split), "what packs moves as a whole"
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_pad_that_two_gathers_send_starts_neither_early(pads: bool) -> None:
+    """Forward and backward of one graph may share it: no gather's own, and still behind the write to the shard."""
+    b = Builder()
+    x, shard = b.placeholder("x", (8, 8)), b.placeholder("w", (3 if pads else 4, 8))
+    first = b.all_reduce(x)
+    b.call(aten.mul_.Tensor, shard, 2.0)
+    sent = b.pad(shard, [0, 0, 0, 1]) if pads else shard
+    for number in range(2):
+        x = b.call(aten.mm.default, x, b.all_gather(sent, role=PARAM_UNSHARD, params=(f"{number}",)).wait)
+    b.output(x, first.wait)
+    gm = b.module()
+    apply_overlap(gm, plan_overlap(gm))
+    gm.graph.lint()
+    assert launched(gm) == [(), ("0",), ("1",)]
