@@ -109,6 +109,17 @@ def step_hook_dicts_of(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, A
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+def global_hooks() -> tuple[int, ...]:
+    """Numbers of the hooks around the forward and backward of all modules, and the steps of all optimizers."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    return (
+        *module._global_forward_pre_hooks, *module._global_forward_hooks, *module._global_backward_pre_hooks,
+        *module._global_backward_hooks, *optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post_hooks,
+    )  # fmt: skip
+
+
 def foreach_by_default(params: list[torch.Tensor]) -> bool:
     """What an optimizer given neither ``foreach`` nor ``fused`` chooses for these parameters."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -160,6 +171,12 @@ def version_of(tensor: torch.Tensor) -> int:
 def address_of(tensor: torch.Tensor) -> int:
     """Where this rank's part of a tensor lies: ``DTensor._local_tensor``, torch/distributed/tensor/_api.py."""
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where this rank's part of a tensor lies, and how."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    return (part.data_ptr(), part.shape, part.stride()) if part.layout is torch.strided else ()
 
 
 def forget_flight_record() -> None:
