@@ -189,9 +189,9 @@ def forget_flight_record() -> None:
 def before_groups_end(ending: Any) -> None:
     """Have ``destroy_process_group()`` call ``ending.finalize()`` first, before any communicator goes.
 
-    It does so with what ``_world.comms`` holds, and forgets it then.
+    It does so with what ``_world.comms`` holds, in order, and forgets it then. Those of torchcomms are in it too.
     """
     from torch.distributed.distributed_c10d import _world
 
     if not any(one is ending for one in _world.comms):
-        _world.comms.append(ending)
+        _world.comms.insert(0, ending)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -155,6 +156,22 @@ def test_a_recording_is_given_up_before_communicators_go() -> None:
     recorded = loop.run.recorded
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     assert not recorded
+
+
+def test_a_recording_is_given_up_before_what_else_is_finalized() -> None:
+    """With torchcomms the communicators themselves, which were there first."""
+    loop, found = Loop().recorded(), []
+
+    class Communicator:
+        def finalize(self) -> None:
+            found.append(loop.run.recorded)
+
+    distributed_c10d._world.comms.append(Communicator())
+    loop.train()
+    assert loop.run.recorded
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    assert found == [False]
 
 
 def test_a_step_that_is_gone_is_no_hindrance() -> None:
