@@ -3,7 +3,8 @@
 What eager FSDP2 does by hand with streams, as an order of nodes: the gather of the next parameter group starts
 before this group's is waited for, and is unpacked where it is first used; a reduction starts where its gradients are
 there, and is waited for where the next one is packed. So at most ``ahead + 1`` gathered groups and one unreduced
-group are alive beside those in use. Collectives of other roles, and what merely looks like FSDP's, keep their places.
+group are alive beside those in use. Collectives of other roles, and what merely looks like FSDP's, keep their places,
+but where they wait for one that moved, or where the last reduction needs them early (`last`): on all ranks alike.
 """
 
 from __future__ import annotations
