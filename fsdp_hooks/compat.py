@@ -328,7 +328,8 @@ def gradient_hook_dicts(leaf: torch.Tensor) -> tuple[Mapping[int, Any] | None, M
     return leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 
-def gradient_hooks(leaf: torch.Tensor) -> int:
-    """How many hooks of others wait for a leaf's gradient, or for it to have been added."""
+def gradient_hooks(leaf: torch.Tensor) -> tuple[int, ...]:
+    """Numbers of the hooks of others that wait for a leaf's gradient, or for it to have been added."""
     before, after = gradient_hook_dicts(leaf)
-    return len(before or ()) + sum(not hasattr(hook, _WATCHES) for hook in (after or {}).values())
+    others = (number for number, hook in (after or {}).items() if not hasattr(hook, _WATCHES))
+    return (*(before or ()), *others)

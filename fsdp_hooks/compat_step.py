@@ -109,6 +109,17 @@ def step_hook_dicts_of(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, A
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+def global_hooks() -> tuple[int, ...]:
+    """Numbers of the hooks around the forward and backward of all modules, and the steps of all optimizers."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    return (
+        *module._global_forward_pre_hooks, *module._global_forward_hooks, *module._global_backward_pre_hooks,
+        *module._global_backward_hooks, *optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post_hooks,
+    )  # fmt: skip
+
+
 def foreach_by_default(params: list[torch.Tensor]) -> bool:
     """What an optimizer given neither ``foreach`` nor ``fused`` chooses for these parameters."""
     from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -162,6 +173,12 @@ def address_of(tensor: torch.Tensor) -> int:
     return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where this rank's part of a tensor lies, and how."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    return (part.data_ptr(), part.shape, part.stride()) if part.layout is torch.strided else ()
+
+
 def forget_flight_record() -> None:
     """Empty NCCL's flight recorder (``_reset_fr_recording_nccl``, torch/csrc/distributed/c10d/init.cpp)."""
     reset = getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None)
@@ -172,9 +189,9 @@ def forget_flight_record() -> None:
 def before_groups_end(ending: Any) -> None:
     """Have ``destroy_process_group()`` call ``ending.finalize()`` first, before any communicator goes.
 
-    It does so with what ``_world.comms`` holds, and forgets it then.
+    It does so with what ``_world.comms`` holds, in order, and forgets it then. Those of torchcomms are in it too.
     """
     from torch.distributed.distributed_c10d import _world
 
     if not any(one is ending for one in _world.comms):
-        _world.comms.append(ending)
+        _world.comms.insert(0, ending)

@@ -21,6 +21,28 @@ from .runtime import BINDINGS, UNIT
 PLAIN: Final = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
 
 
+METHODS: Final = ("step", "zero_grad")
+"""Of an optimizer, which may hold others than its class has."""
+
+SURROUNDINGS: Final = (
+    "grad mode", "inference mode", "autocast", "deterministic algorithms", "precision of float32 products",
+    "default dtype", "hooks of all modules and optimizers",
+)  # fmt: skip
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What the process has set that a plain step would follow, by `SURROUNDINGS`."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        compat_step.global_hooks(),
+    )
+
+
 @dataclass(slots=True)
 class Facts:
     """What holds at one time, in an order that only the model's structure decides.
@@ -67,10 +89,9 @@ class Facts:
         return dict(zip((*objects, *values), (*self.objects, *self.values), strict=True))
 
     def _surroundings(self, in_words: bool) -> None:
-        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        self.values += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+        self.values += surroundings()
         if in_words:
-            self.words[1].extend(("grad mode", "inference mode", "autocast"))
+            self.words[1].extend(SURROUNDINGS)
 
     def _module(self, module: nn.Module, name: str, in_words: bool) -> None:
         held = module.__dict__
@@ -90,7 +111,8 @@ class Facts:
                 self.values += (
                     parameter.requires_grad, compat_step.address_of(parameter), compat.gradient_hooks(parameter)
                 )  # fmt: skip
-        self.values += [compat_step.address_of(one) for one in buffers.values() if one is not None]
+        tensors = {key: one for key, one in (*held.items(), *buffers.items()) if isinstance(one, torch.Tensor)}
+        self.values += map(compat_step.layout_of, tensors.values())
         if in_words:
             objects, values = self.words
             place = f" of {name or 'the model'}"
@@ -104,14 +126,14 @@ class Facts:
                 values.append(f"gradients that wait for communication{place}")
             for attribute in [key for key, one in parameters.items() if one is not None]:
                 values += [f"{what} of {attribute}{place}" for what in ("requires_grad", "memory", "gradient hooks")]
-            values += [f"memory of {attribute}{place}" for attribute, one in buffers.items() if one is not None]
+            values += [f"memory of {attribute}{place}" for attribute in tensors]
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, in_words: bool) -> None:
         objects, values = self.words
-        self.objects.append(optimizer.__dict__.get("step"))  # schedulers put one there, which counts
+        self.objects += map(optimizer.__dict__.get, METHODS)  # schedulers put a step there, which counts
         self.values.append(compat_step.step_hooks_of(optimizer))
         if in_words:
-            objects.append(f"step method of {name}")
+            objects += [f"{method} method of {name}" for method in METHODS]
             values.append(f"step hooks of {name}")
         for index, group in enumerate(optimizer.param_groups):
             place = f" of {name}, group {index}"

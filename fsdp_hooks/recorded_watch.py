@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from . import compat, compat_step
-from .recorded_facts import Facts, difference
+from .recorded_facts import METHODS, Facts, difference, surroundings
 from .runtime import BINDINGS, UNIT
 
 _END: Final = (object(),)
@@ -54,7 +54,7 @@ class _Watch:
         views: live views, which show what a place holds now.
         held: what all of them showed.
         parameters: whose flags, memory and hooks are compared.
-        buffers: whose memory is.
+        buffers: other tensors of modules, whose memory and layout is.
         rest: what else has no view.
         flags: all of that, as it was.
     """
@@ -77,9 +77,10 @@ class _Watch:
         for module in model.modules():
             held = module.__dict__
             views += (held.values(), held["_modules"].values(), held["_parameters"].values(), held["_buffers"].values())
-            views += (hooks.values() for hooks in compat_step.hook_dicts_of(module))
+            views += compat_step.hook_dicts_of(module)
             parameters.update((id(one), one) for one in held["_parameters"].values() if one is not None)
-            buffers.update((id(one), one) for one in held["_buffers"].values() if one is not None)
+            tensors = (one for one in (*held.values(), *held["_buffers"].values()) if isinstance(one, torch.Tensor))
+            buffers.update((id(one), one) for one in tensors)
             if BINDINGS in held:
                 views.append(held[BINDINGS].values())
                 bindings += held[BINDINGS].values()
@@ -88,14 +89,14 @@ class _Watch:
                 views.append(waiting.values())
                 accumulated += waiting.values()
         for optimizer in optimizers:
-            views += (hooks.values() for hooks in compat_step.step_hook_dicts_of(optimizer))
+            views += compat_step.step_hook_dicts_of(optimizer)
             views += (optimizer.param_groups, optimizer.state.values())
             views += (state.values() for state in optimizer.state.values())
             for group in optimizer.param_groups:
                 views += (group.values(), group["params"])
                 parameters.update((id(one), one) for one in group["params"])
         for parameter in parameters.values():
-            views += (hooks.values() for hooks in compat.gradient_hook_dicts(parameter) if hooks is not None)
+            views += (hooks for hooks in compat.gradient_hook_dicts(parameter) if hooks is not None)
         rest = _Rest(tuple(bindings), tuple(accumulated), tuple(optimizers))
         given = tuple(views), (*chain.from_iterable(views), *_END), (*parameters.values(),), (*buffers.values(),), rest
         return cls(*given, _flags(*given[2:]))
@@ -114,14 +115,13 @@ class _Rest:
 
 
 def _flags(parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], rest: _Rest) -> list[Any]:
-    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-    flags: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast]
+    flags: list[Any] = [*surroundings()]
     flags += [one.requires_grad for one in parameters]
     flags += map(compat_step.address_of, parameters)
     flags += map(id, chain.from_iterable(map(compat.gradient_hook_dicts, parameters)))
-    flags += map(compat_step.address_of, buffers)
+    flags += map(compat_step.layout_of, buffers)
     flags += [id(one.spec) for one in rest.bindings]
     flags += [bool(one.waits) for one in rest.accumulated]
     for one in rest.optimizers:
-        flags += (id(one.state), id(one.param_groups), id(one.__dict__.get("step")))
+        flags += (id(one.state), id(one.param_groups), *map(id, map(one.__dict__.get, METHODS)))
     return flags

@@ -131,7 +131,7 @@ def _structure(model: nn.Module) -> Iterator[Fact]:
                 where = f"{kind} {fqn!r}"
                 yield Fact(where, _OBJECT, id(tensor))
                 yield Fact(where, "requires_grad", tensor.requires_grad)
-                yield Fact(where, _HOOKS, compat.gradient_hooks(tensor))
+                yield Fact(where, _HOOKS, len(compat.gradient_hooks(tensor)))
 
 
 def _options(model: nn.Module) -> Iterator[Fact]:

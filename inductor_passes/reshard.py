@@ -14,6 +14,7 @@ from torch import fx
 
 from collective_identity import PARAM_UNSHARD, classify
 from collective_identity.compat import collector_paused
+from collective_identity.subgraphs import graph_modules
 from collective_identity.transports import waits_of
 
 from .contract import LiteBehaviour, PassContext, PassContract, PassOutcome
@@ -41,7 +42,8 @@ class Reshard:
 
 def _marked(gm: fx.GraphModule) -> PassOutcome:
     identities = classify(gm)
-    asked = [node for node in gm.graph.nodes if custom_value(node, RESHARD_KEY) is True]
+    nodes = (node for module in graph_modules(gm) for node in module.graph.nodes)
+    asked = [node for node in nodes if custom_value(node, RESHARD_KEY) is True]
     starts, alone = [], []
     for node in asked:
         identity = identities.get(node)

@@ -14,6 +14,7 @@ from torch import fx
 
 from collective_identity.transports import is_start, is_wait, launch_of
 
+from ..uses import behind
 from .effects import Effect, EffectReader
 
 
@@ -40,7 +41,8 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
     Memory is told apart by what views declare, and by the storages of ``meta['val']`` where tracing recorded
     that two values share one. A write is ordered against every read of the same memory; a node of unknown
     behaviour against everything. A collective is under way until it is waited for: the wait reads what was sent,
-    and writes what an in-place or out= form receives into.
+    and writes what an in-place or out= form receives into. Only ranks with a short shard send a padded copy of it: a
+    wait also reads what that was made of, so that all ranks order a write to the shard behind the same wait.
 
     Args:
         nodes: the graph's nodes in order.
@@ -59,7 +61,7 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
         memory.root(index[w]) for node, e in zip(nodes, effects, strict=True) if e.writes and is_start(node)
         for w in e.writes
     }
-    sent: dict[int, list[int]] = {}  # what is under way, by what it yields
+    sent: dict[int, list[set[int]]] = {}  # what is under way, by what it yields
 
     before: dict[int, list[int]] = {}
     readers: dict[int, list[int]] = {}
@@ -90,9 +92,11 @@ def hazards_of(nodes: Sequence[fx.Node], watched: Iterable[fx.Node]) -> Hazards:
             root = memory.root(i)
             targets.update({root} & received)
             one = _place(node)
-            reads = set(sent.pop(root, ())) if one is None else set(sent.get(root, ())[one : one + 1])
+            reads = set().union(*(sent.pop(root, ()) if one is None else sent.get(root, ())[one : one + 1]))
         elif written and (launch := launch_of(node)) is not None:
-            sent.setdefault(memory.root(i), []).extend(memory.root(index[one]) for one in launch.inputs)
+            sent.setdefault(memory.root(i), []).extend(
+                {memory.root(index[one]), memory.root(index[behind(one)])} for one in launch.inputs
+            )
         for root in targets:
             needs += readers.pop(root, ())
             if root in writer:

@@ -8,6 +8,7 @@ from torch import fx
 
 from ..bucketing.hazards import hazards_of
 from ..bucketing.order import stable_order
+from ..uses import rearranges
 from .plan import OverlapPlan
 
 
@@ -38,9 +39,10 @@ def apply_overlap(gm: fx.GraphModule, plan: OverlapPlan) -> bool:
     priority = [-1e18 if node.op == "placeholder" else float(i) for i, node in enumerate(nodes)]
     behind: dict[fx.Node, float] = {}  # nobody else moves for a collective, nor for what only some ranks pad for it
     for i, node in enumerate(nodes):
-        if node in plan.places:
+        if node in plan.places or rearranges(node):
             own = max(hazards.before.get(i, ()), default=-1) + 0.25
             behind[node] = max([own, *(behind[above] for above in node.all_input_nodes if above in behind)])
+        if node in plan.places:
             priority[i] = max(plan.places[node], behind[node], -1e17)
     hoisted = plan.started if plan.hurried is None else (*plan.started, plan.hurried)
     ordered = stable_order(before, priority, [index[start] for start in hoisted])

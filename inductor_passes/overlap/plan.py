@@ -3,7 +3,8 @@
 What eager FSDP2 does by hand with streams, as an order of nodes: the gather of the next parameter group starts
 before this group's is waited for, and is unpacked where it is first used; a reduction starts where its gradients are
 there, and is waited for where the next one is packed. So at most ``ahead + 1`` gathered groups and one unreduced
-group are alive beside those in use. Collectives of other roles, and what merely looks like FSDP's, keep their places.
+group are alive beside those in use. Collectives of other roles, and what merely looks like FSDP's, keep their places,
+but where they wait for one that moved, or where the last reduction needs them early (`last`): on all ranks alike.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _gathers(
 ) -> list[fx.Node]:
     found, inputs = [], Inputs()
     for start in starts:
-        above = _packing(start)
+        above = _packing(start, index)
         if above is None:
             continue
         waits = waits_of(start)
@@ -130,9 +131,8 @@ def _reductions(
     return [one.start for one in found], hurried
 
 
-def _packing(start: fx.Node) -> list[fx.Node] | None:
+def _packing(start: fx.Node, index: Mapping[fx.Node, int]) -> list[fx.Node] | None:
     """What only ``start`` needs, above it; None when something above it communicates."""
-    above: list[fx.Node] = []
     seen = {start}
     todo = [start]
     while todo:
@@ -141,8 +141,10 @@ def _packing(start: fx.Node) -> list[fx.Node] | None:
                 continue
             if is_start(node) or is_wait(node):
                 return None
-            if all(user in seen for user in node.users):
-                above.append(node)
             seen.add(node)
             todo.append(node)
-    return above
+    alone = {start: None}
+    for node in sorted(seen - {start}, key=index.__getitem__, reverse=True):  # each after all that use it
+        if all(user in alone for user in node.users):
+            alone[node] = None
+    return list(alone)[1:]

@@ -225,3 +225,23 @@ def test_what_one_rank_pads_is_bucketed_alike_on_all() -> None:
         return buckets(b.module(), apart=False)
 
     assert bucketed(False) == bucketed(True) == [("w0", "w1"), ("w2", "w3")]
+
+
+def test_what_one_rank_pads_is_gathered_again_alike_on_all() -> None:
+    """A write waits for the gather that sends the shard, and so for the first bucket, also where a pad is sent."""
+
+    def bucketed(pads: bool) -> list[tuple[str, ...]]:
+        b = Builder()
+        x = b.placeholder("x", (8, 1024))
+        shards = [b.parameter(f"w{number}", (3 if pads else 4, 1024)) for number in range(2)]
+        for again in (False, True):
+            for number in (1, 0) if again else (0, 1):
+                sent = b.pad(shards[number], [0, 0, 0, 1]) if pads else shards[number]
+                one = b.all_gather(sent, role=PARAM_UNSHARD, params=(f"w{number}",), param_group="u")
+                x = b.call(aten.add.Tensor, x, b.call(aten.sum.default, one.wait))
+            if not again:
+                b.call(aten.mul_.Tensor, shards[0], 2.0)
+        b.output(x)
+        return buckets(b.module(), apart=False)
+
+    assert bucketed(False) == bucketed(True) == [("w0", "w1")]

@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD, stamp, start_nodes
+from collective_identity.store import identity_of
 from collective_identity.transports import WAIT
+from inductor_passes.bucketing import apply_plan, plan_buckets
 from inductor_passes.overlap import apply_overlap, plan_overlap
 from tests import random_graphs
 from tests.graphs import Builder, identity
@@ -169,3 +171,52 @@ def test_ranks_that_pad_a_written_shard_order_collectives_as_the_others() -> Non
         return [str(node.target) for node in start_nodes(gm)]
 
     assert ordered(True) == ordered(False)
+
+
+def launched(gm: fx.GraphModule) -> list[tuple[str, ...]]:
+    """Whose collectives start in which order; those of nobody have no names."""
+    return [identity_of(node).params if identity_of(node) else () for node in start_nodes(gm)]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_member_that_kernels_pad_starts_as_one_that_is_sent_where_it_lies(pads: bool) -> None:
+    """What packs is split again for each member: the gather waits behind the write through that as well."""
+    b = Builder()
+    x, shards = b.placeholder("x", (8, 8)), [b.placeholder(f"w{i}", (3 if pads else 4, 8)) for i in range(2)]
+    first = b.all_reduce(x)
+    b.call(aten.mul_.Tensor, shards[1], 2.0)
+    gathered = [
+        b.all_gather(
+            b.pad(one, [0, 0, 0, 1]) if pads else one, role=PARAM_UNSHARD, params=(f"w{i}",), param_group="u"
+        )
+        for i, one in enumerate(shards)
+    ]
+    for one in gathered:
+        x = b.call(aten.mm.default, x, one.wait)
+    b.output(x, first.wait)
+    gm = b.module()
+    assert apply_plan(gm, plan_buckets(gm, coalesced=("all_gather",), kernels="triton"))
+    plan = plan_overlap(gm)
+    packed = [node for node in gm.graph.nodes if node.target is torch.ops.inductor_passes.pack.default]
+    apply_overlap(gm, plan)
+    gm.graph.lint()
+    assert len(packed) == pads and launched(gm) == [(), ("w0", "w1")]
+    split = [node for one in packed for node in one.users]
+    assert all(node in plan.places for node in split), "what packs moves as a whole"
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_pad_that_two_gathers_send_starts_neither_early(pads: bool) -> None:
+    """Forward and backward of one graph may share it: no gather's own, and still behind the write to the shard."""
+    b = Builder()
+    x, shard = b.placeholder("x", (8, 8)), b.placeholder("w", (3 if pads else 4, 8))
+    first = b.all_reduce(x)
+    b.call(aten.mul_.Tensor, shard, 2.0)
+    sent = b.pad(shard, [0, 0, 0, 1]) if pads else shard
+    for number in range(2):
+        x = b.call(aten.mm.default, x, b.all_gather(sent, role=PARAM_UNSHARD, params=(f"{number}",)).wait)
+    b.output(x, first.wait)
+    gm = b.module()
+    apply_overlap(gm, plan_overlap(gm))
+    gm.graph.lint()
+    assert launched(gm) == [(), ("0",), ("1",)]

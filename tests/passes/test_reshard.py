@@ -135,3 +135,15 @@ def test_a_copy_that_one_rank_makes_for_itself_and_its_views() -> None:
     product.meta["custom"] = {RESHARD_KEY: True}  # computed: whatever says so, it is no copy
     b.output(product)
     assert marked(b) == names(cast, turned)
+
+
+def test_what_a_sub_graph_gathers_is_marked_there() -> None:
+    b, outer = Builder(), Builder()
+    gather = asked(b.all_gather(b.placeholder("w"), role=PARAM_UNSHARD))
+    b.output(gather.wait)
+    outer.root.body = b.module()
+    w, body = outer.placeholder("w"), outer.graph.get_attr("body")
+    outer.output(outer.graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "body", w)))
+    outcome = Reshard()(outer.module(), CONTEXT)
+    assert outcome.summary == {"resharded": 1, "marked": 2}
+    assert "recompute" in gather.start.meta and "recompute" in gather.wait.meta

@@ -59,6 +59,21 @@ def wrapped(loop: Loop) -> None:
     loop.optimizer.step = lambda: (step(), loop.model.runs.add_(100))  # type: ignore[method-assign]
 
 
+def rewatched(loop: Scaled) -> None:
+    """As many hooks as before, another one."""
+    loop.watching.remove()
+    loop.model.first.weight.register_post_accumulate_grad_hook(halve)
+
+
+def turned(loop: Loop) -> None:
+    """Where it was, and of the same shape."""
+    loop.model.square.t_()
+
+
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
 class Scaled(Loop):
     """Its forward reads a number and a buffer of one element."""
 
@@ -66,16 +81,18 @@ class Scaled(Loop):
         super().__init__()
         self.model.scale = 1.0
         self.model.runs = torch.zeros(1)
+        self.model.register_buffer("square", torch.arange(4.0).view(2, 2))
+        self.watching = self.model.first.weight.register_post_accumulate_grad_hook(lambda one: None)
 
     def step(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return super().step(x, y, self.model.scale) + self.model.runs.sum()
+        return super().step(x, y, self.model.scale) + self.model.runs.sum() + self.model.square[0].sum()
 
 
-CHANGES = (scaled, another_forward, shorter, wider, hooked, grouped, watched, wrapped)
+CHANGES = (scaled, another_forward, shorter, wider, hooked, grouped, watched, rewatched, turned, wrapped)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_between_two_steps_is_followed(change: Callable[[Loop], None]) -> None:
+def test_a_change_between_two_steps_is_followed(change: Callable[[Any], None]) -> None:
     def between(loop: Loop, number: int) -> None:
         if number == 4:
             change(loop)
