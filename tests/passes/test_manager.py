@@ -215,3 +215,16 @@ def test_user_passes_run_in_order_and_their_names_end_the_message() -> None:
         run_user_passes(gm, [Named()])
     with pytest.raises(PassError, match=r"\(in a pre_pass of the user, 'break_order'\)$"):
         run_user_passes(gm, [break_order])
+
+
+@pytest.mark.parametrize("recompile", [True, False])
+def test_code_is_generated_where_it_is_asked_for(recompile: bool) -> None:
+    def negate(gm: fx.GraphModule) -> None:
+        (output,) = gm.graph.find_nodes(op="output")
+        with gm.graph.inserting_before(output):
+            output.args = (gm.graph.call_function(torch.neg, (output.args[0],)),)
+
+    gm = graph()
+    before = gm.code
+    assert Pipeline([Recorder("negate", work=negate, outcome=CHANGED)]).run(gm, CONTEXT, recompile=recompile)
+    assert (gm.code != before) is recompile
