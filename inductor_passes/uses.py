@@ -43,6 +43,9 @@ def ready(start: fx.Node, above: Collection[fx.Node], index: Mapping[fx.Node, in
     )
 
 
+_BOTH_WAYS = {(True, False), (False, True)}
+
+
 def rearranges(node: fx.Node) -> bool:
     """Whether a node only views, casts, copies, cuts, joins or pads."""
     target = node.target
@@ -52,11 +55,22 @@ def rearranges(node: fx.Node) -> bool:
 
 
 def multiplies(node: fx.Node) -> bool:
-    """Whether a node is a product or an attention: torch counts its floating-point operations, or its name says so."""
+    """Whether a node is a product or an attention: torch counts its floating-point operations, or its name says so.
+
+    So is an outer product that Inductor wrote as a multiplication: a rank with one row has it where others have ``mm``.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.overloadpacket in flop_registry or "attention" in target._opname
+    return target.overloadpacket in flop_registry or "attention" in target._opname or _is_outer(node)
+
+
+def _is_outer(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.mul.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    shapes = [getattr(one.meta.get("val"), "shape", ()) for one in node.all_input_nodes]
+    one, other = shapes
+    return len(one) == len(other) > 1 and {(a == 1, b == 1) for a, b in zip(one, other, strict=True)} >= _BOTH_WAYS
 
 
 def _packs(node: fx.Node) -> bool:

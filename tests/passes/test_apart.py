@@ -11,6 +11,7 @@ from collective_identity.store import identity_of
 from inductor_passes.bucketing import apply_plan, plan_buckets, reasons
 from inductor_passes.bucketing.plan import MIB
 from inductor_passes.overlap import apply_overlap, plan_overlap
+from inductor_passes.uses import multiplies
 from tests.graphs import Builder
 
 aten = torch.ops.aten
@@ -245,3 +246,13 @@ def test_what_one_rank_pads_is_gathered_again_alike_on_all() -> None:
         return buckets(b.module(), apart=False)
 
     assert bucketed(False) == bucketed(True) == [("w0", "w1")]
+
+
+def test_an_outer_product_is_one_however_inductor_wrote_it() -> None:
+    """With one row, on some ranks only, a weight's gradient is a multiplication and no ``mm``: ranks cut alike."""
+    b = Builder()
+    column, row, whole = b.placeholder("g", (6, 1)), b.placeholder("x", (1, 5)), b.placeholder("w", (6, 5))
+    products = b.call(aten.mul.Tensor, column, row), b.call(aten.mm.default, column, row)
+    scalings = b.call(aten.mul.Tensor, whole, column), b.call(aten.mul.Tensor, whole, whole)
+    b.output(*products, *scalings)
+    assert [multiplies(node) for node in (*products, *scalings)] == [True, True, False, False]
