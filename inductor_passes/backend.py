@@ -5,8 +5,8 @@ it into every later compile of that graph: a lazy backward may compile in autogr
 ``config.patch`` is not visible.
 
 Order of one compile: joint graph: equal collectives settled, marks for the partitioner; then for each of forward,
-backward and inference: the user's ``pre_passes``, the captured table, and, inside Inductor's post-grad stage (or at
-once with ``inner="aot_eager"``), `passes.graph_passes`, then, where torch's own passes over collectives are on,
+backward and inference: the user's ``pre_passes``, the captured table, and, before Inductor or inside its post-grad
+stage (see `_Compile._comes_first`), `passes.graph_passes`, then, where torch's own passes over collectives are on,
 `reconcile` around those; then the final table, and before the first run the agreement between ranks.
 """
 
@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,13 +192,31 @@ class _Compile:
                 upstream.caches_disabled(not self._cacheable),
                 graph.upstreams(),
                 upstream.called_kernels(mark_kernel, self._tag),
-                upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes),
+                self._passes_of(graph),
             ):
                 if graph.lite is not LiteState.OFF:
                     prepare(gm)
+                elif self._comes_first(graph):
+                    graph.transform(gm)
                 return inner(gm, inputs, *args, **kwargs)
 
         return compile_graph
+
+    def _passes_of(self, graph: _Graph) -> AbstractContextManager[None]:
+        """Our passes in Inductor's post-grad stage, behind the user's; nothing where they come before it."""
+        if self._comes_first(graph):
+            return nullcontext()
+        return upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes)
+
+    def _comes_first(self, graph: _Graph) -> bool:
+        """Whether our passes run before Inductor, which looks at every node once then, and not again at new ones.
+
+        Not where a pass of the user's comes first, nodes are put in another order after that, or the stage is off.
+        """
+        if graph.not_run or self._callers.post_grad_passes or graph.lite is not LiteState.OFF:
+            return False
+        in_order = "reorder_for_locality" if graph.kind in ("inference", "step") else "reorder_for_locality_in_training"
+        return not (upstream.inductor_option_exists(in_order) and upstream.inductor_flag(in_order))
 
     def _eager_graph(self, gm: fx.GraphModule, kind: GraphKind) -> None:
         with compat.collector_paused(long=True), self._graph(kind, gm) as graph:
@@ -304,7 +322,7 @@ class _Graph:
 
     def __init__(self, gm: fx.GraphModule, context: PassContext, log: GraphLog, not_run: str = "") -> None:
         self.kind, self.lite, self._context, self._log = context.kind, context.lite, context, log
-        self._not_run = not_run
+        self.not_run = not_run
         self._pipeline = Pipeline(graph_passes(context.options))
         self._upstreams: ExitStack | None = None
         self.transformed = False
@@ -381,13 +399,13 @@ class _Graph:
     def finish(self, seconds: float, recorded: tuple[Rows, Rows] | None) -> None:
         """Close the log. Passes that did not run were switched off, or the graph was taken from FxGraphCache."""
         lite = self._context.lite
-        cached = not self.transformed and not self._not_run
+        cached = not self.transformed and not self.not_run
         if cached and recorded is not None and recorded[0] == self.before:
             self.after = recorded[1]
         elif cached:
             self.rows_known = False
-        elif self._not_run:
-            self._log.event(LITE_SKIPPED, detail=self._not_run)
+        elif self.not_run:
+            self._log.event(LITE_SKIPPED, detail=self.not_run)
         self.after = self._log.finish(self.after, cached=cached, lite=lite.value, compile_seconds=seconds)
 
     @property

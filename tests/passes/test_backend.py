@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.compiler.config as compiler_config
 from torch import fx, nn
+from torch._inductor import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,10 +24,13 @@ import collective_identity as ci
 import fsdp_hooks
 import inductor_passes
 from collective_identity import GRAD_REDUCE_SHARD, PARAM_UNSHARD
+from collective_identity.transports import Transport, default_overload
 from inductor_passes import backend, upstream
 from inductor_passes.upstream import UnsupportedTorch, versions
 
 pytestmark = pytest.mark.usefixtures("fake_world")
+
+ALL_GATHER = default_overload(Transport.ALL_GATHER)
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +89,31 @@ def test_options_decide_which_passes_run(handle: ci.Handle) -> None:
     assert list(found) == ["forward", "backward"]
     assert all(passes(graph) == ["normalize"] for graph in found.values())
     assert all(graph["captured"] == graph["after"] for graph in found.values())
+
+
+@pytest.mark.parametrize("users", [None, "post_grad_custom_pre_pass", "reorder_for_locality_in_training"])
+def test_passes_come_before_inductor_unless_something_else_has_to(users: str | None) -> None:
+    """Inductor looks at every node once at its beginning; at nodes that are new after that it looks again and again."""
+    if users is not None and not upstream.inductor_option_exists(users):
+        pytest.skip(f"this torch has no {users}")
+    gathers: list[int] = []
+
+    def look(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        gathers.append(len(gm.graph.find_nodes(op="call_function", target=ALL_GATHER)))
+        return propagate(gm, *args, **kwargs)
+
+    class Nothing(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+        def uuid(self) -> str:
+            return "nothing"
+
+    propagate = compile_fx.fake_tensor_prop
+    values = {None: {}, "post_grad_custom_pre_pass": {"post_grad_custom_pre_pass": Nothing()}}
+    with patch.object(compile_fx, "fake_tensor_prop", look):
+        with inductor_config.patch(values.get(users, {users: True})):
+            compiled(installed())(batch())
+    assert gathers == [1 if users is None else 2]
 
 
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
