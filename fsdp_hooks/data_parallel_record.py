@@ -58,8 +58,8 @@ class Record:
             sources[one.unit].append((*one.owners[0], one.spec))
             for owner, attribute in one.owners:
                 owner.__dict__.setdefault(BINDINGS, {})[attribute] = Reading(one.unit, one.spec, self.root)
-        for unit, held in sources.items():
-            unit.hold(held)
+        for module, unit in self.units:
+            unit.hold(sources[unit], (module,))
 
     def move_below(self, prefix: str, root: Unit) -> None:
         """Rename units and parameters by their place in a model that became data parallel later."""

@@ -1,57 +1,87 @@
-"""Which parameters does a unit gather with the same arguments?
+"""How does a unit's forward gather its parameters? By a function written for it, in which every argument is a constant.
 
-Dynamo guards whatever it reads, once for each place it is read from. Arguments that neighbours in a unit share are
-therefore kept once for all of them: most of the operator's arguments, most of the guards of a captured forward.
+Dynamo traces each call and guards whatever it reads, once for each place it is read from: a table of arguments costs a
+captured forward more guards than all else. A constant of a function costs none, and a module that is reached as forward
+reaches it is guarded once. A function belongs to its text: options that change and change back are the same code.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from .errors import InstallError
+from .misuse import replaced
+from .operator import UnshardArgs
 from .spec import ParamSpec
 
 Source = tuple[nn.Module, str, ParamSpec]
 """A module, its attribute that holds the sharded parameter, and the plan of that."""
 
-
-class Shared(NamedTuple):
-    """The arguments that neighbours have in common, in schema order, without what is the parameter's own."""
-
-    head: tuple[Any, ...]
-    param_group: tuple[str]
-    tail: tuple[Any, ...]
+Gatherer = Callable[[nn.Module], dict[str, torch.Tensor]]
+"""Gathers all parameters of the unit around a module, each by its name."""
 
 
-class Run(NamedTuple):
-    """Neighbours gathered alike.
+class Place(NamedTuple):
+    """A parameter as the unit's module reaches it: sub-modules, attribute, and the operator's arguments."""
 
-    Attributes:
-        shared: their common arguments; None where each has a layout of its own around it (tensor parallelism).
-        sources: all of it.
-        own: of each the module, the attribute, and its own arguments: name, dimension and size.
+    path: tuple[str, ...]
+    name: str
+    args: UnshardArgs
+
+
+def gatherer_of(unit: str, within: nn.Module, sources: Iterable[Source], device: torch.device) -> Gatherer | None:
+    """The function for a unit of one module.
+
+    Args:
+        unit: its name, for tracebacks.
+        within: the module that was given to ``fully_shard``.
+        sources: its parameters.
+        device: where they are wanted in full.
+
+    Returns:
+        None where a parameter is not below the module, has a layout around it (tensor parallelism), or lies elsewhere.
     """
-
-    shared: Shared | None
-    sources: tuple[Source, ...]
-    own: tuple[tuple[nn.Module, str, str, int, int], ...]
-
-
-def runs_of(sources: Iterable[Source]) -> tuple[Run, ...]:
-    """A unit's parameters in their order, neighbours with equal arguments together."""
-    runs = []
-    for shared, members in itertools.groupby(sources, key=lambda source: _shared(source[2])):
-        same = tuple(members)
-        own = tuple((m, name, spec.args.param, spec.args.dim, spec.args.size) for m, name, spec in same)
-        runs.append(Run(shared, same, own))
-    return tuple(runs)
+    paths = {id(module): tuple(name.split(".")) if name else () for name, module in within.named_modules()}
+    places = []
+    for module, name, spec in sources:
+        param = module._parameters.get(name)
+        if id(module) not in paths or spec.model_parallel is not None:
+            return None
+        if param is None or param.device.type != device.type:
+            return None
+        places.append(Place(paths[id(module)], name, spec.args))
+    return _written(unit, tuple(places))
 
 
-def _shared(spec: ParamSpec) -> Shared | None:
-    if spec.model_parallel is not None:
-        return None
-    version, producer, _, param_group, _, _, *tail = spec.args
-    return Shared((version, producer), (param_group,), tuple(tail))
+@functools.lru_cache(maxsize=4096)
+def _written(unit: str, places: tuple[Place, ...]) -> Gatherer:
+    scope: dict[str, Any] = {}
+    exec(compile(_text(places), f"<gathers of {unit or 'the root'}>", "exec"), globals(), scope)
+    return scope["gather"]  # type: ignore[no-any-return]
+
+
+def _text(places: Iterable[Place]) -> str:
+    """The function's text. Its names are this module's."""
+    lines = ["def gather(module):", "    unshard, full = torch.ops.fsdp_hooks.unshard, {}"]
+    for path, name, args in places:
+        holder = "module" + "".join(f"._modules[{part!r}]" for part in path)
+        lines += [
+            f"    param = {holder}._parameters.get({name!r})",
+            "    if param is None:",
+            f"        raise _gone({args.param!r})",
+            f"    full[{args.param!r}] = unshard(param.to_local(), None, None, None, {', '.join(map(_literal, args))})",
+        ]
+    return "\n".join([*lines, "    return full", ""])
+
+
+def _gone(fqn: str) -> InstallError:
+    return InstallError(replaced(fqn, "none"))
+
+
+def _literal(value: object) -> str:
+    return str(value) if isinstance(value, torch.dtype) else repr(value)

@@ -65,7 +65,7 @@ class _Planned:
             for owner, attribute in found.owners:
                 if BINDINGS in owner.__dict__:
                     owner.__dict__[BINDINGS][attribute] = Binding(unit, spec)
-        unit.hold(sources)
+        unit.hold(sources, self.modules)
 
 
 def install(model: nn.Module, *, run_dir: str | PathLike[str] | None = None) -> nn.Module:

@@ -24,6 +24,7 @@ from torch.fx.traceback import annotate
 from collective_identity import GRAD_REDUCE_SHARD, GRAD_REPLICATE_REDUCE, PARAM_UNSHARD, role_scope
 from collective_identity.transports import WAIT, Transport, default_overload
 
+from . import compat_trace
 from .reshard import reshard_mark
 
 NAMESPACE = "fsdp_hooks"
@@ -128,6 +129,20 @@ class _Unshard(torch.autograd.Function):
         return grad, grad.new_zeros((), dtype=said) if ctx.says_so else None, None, None, None
 
 
+class _Outline(torch.autograd.Function):
+    """What unshard returns, without the collectives and their casts: for a look at its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:  # type: ignore[override]
+        sizes = list(shard.shape)
+        sizes[args.dim] = args.chunk * args.group_size
+        full = shard.new_empty(sizes, dtype=args.param_dtype)
+        if sizes[args.dim] == args.size:
+            return full
+        full = full.narrow(args.dim, 0, args.size)
+        return full.new_empty_strided(full.shape, full.stride())
+
+
 def gathered(shard: torch.Tensor, args: UnshardArgs) -> torch.Tensor:
     """The full parameter in memory of its own, without autograd: cast, padded, gathered, cut to size."""
     if args.group_size == 1:
@@ -221,7 +236,10 @@ def _unshard(
     partial: torch.Tensor | None,
     *args: Any,
 ) -> torch.Tensor:
-    return _Unshard.apply(shard, accumulator, pending, partial, UnshardArgs(*args))
+    given = UnshardArgs(*args)
+    if accumulator is None and given.group_size > 1 and compat_trace.only_shapes_count(shard):
+        return _Outline.apply(shard, given)
+    return _Unshard.apply(shard, accumulator, pending, partial, given)
 
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .accumulated import Accumulated
 from .captured_copies import reducing
 from .containers import cast, mapped
 from .errors import InstallError
-from .gathers import Run, Source, runs_of
+from .gathers import Gatherer, Source, gatherer_of
 from .misuse import copied, explained, replaced
 from .operator import unshard
 from .spec import ParamSpec
@@ -61,7 +61,7 @@ class Unit:
         self.members = members
         self.casts_every_member = casts_every_member
         self.sources: tuple[Source, ...] = ()
-        self.runs: tuple[Run, ...] = ()
+        self.gatherer: Gatherer | None = None
         self.accumulated: dict[str, Accumulated] = {}
         self.shared_below: tuple[Unit, ...] = ()
         self.root: Unit | None = None
@@ -72,12 +72,13 @@ class Unit:
         self.depth = 0
         self.ran: tuple[int, ...] = ()
 
-    def hold(self, sources: Iterable[Source]) -> None:
-        """These are the parameters."""
+    def hold(self, sources: Iterable[Source], modules: Sequence[nn.Module]) -> None:
+        """These are the parameters, and the modules that open the unit."""
         self.sources = tuple(sources)
-        self.runs = runs_of(self.sources)
+        one = modules[0] if len(modules) == 1 else None
+        self.gatherer = None if one is None else gatherer_of(self.name, one, self.sources, self.device)
 
-    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Open the unit: gather its parameters; move (root only) and cast the inputs as FSDP2's pre-forward does.
 
         All of them here, not each where it is first read: a read may happen inside a checkpointed region, which
@@ -85,7 +86,7 @@ class Unit:
         """
         first = self.full is None
         if first:
-            self.full = self.gather_all()
+            self.full = self.gather_all(module)
         self.depth += 1
         if self.moves_inputs:
             args, kwargs = mapped(self._to_device, args), mapped(self._to_device, kwargs)
@@ -127,20 +128,11 @@ class Unit:
     def _to_device(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device)
 
-    def gather_all(self) -> dict[str, torch.Tensor]:
-        """Every parameter in full, by its name."""
-        if self.accumulated:
-            return {spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in self.sources}
-        full = {}
-        for shared, sources, own in self.runs:
-            if shared is None:
-                full.update({spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in sources})
-                continue
-            head, param_group, tail = shared
-            for module, name, fqn, dim, size in own:
-                shard = shard_on(self.device, _held(module, name))
-                full[fqn] = unshard(shard, (*head, fqn, *param_group, dim, size, *tail))
-        return full
+    def gather_all(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Every parameter in full, by its name; ``module`` is the one that opens the unit."""
+        if self.gatherer is not None and not self.accumulated:
+            return self.gatherer(module)
+        return {spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in self.sources}
 
     def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:
         """The full parameter; while gradients accumulate without communication, its gradient goes there."""
@@ -160,13 +152,10 @@ class Binding:
         object.__setattr__(self, "fqn", self.spec.fqn)
 
     def read(self, sharded: Any) -> Any:
-        """The attribute's value now: the sharded parameter, or the full tensor inside the unit's forward.
+        """The attribute's value outside the unit's forward: the sharded parameter.
 
         A checkpoint inside the forward runs again in backward, when the unit is closed: then it gathers anew.
         """
-        full = self.unit.full
-        if full is not None:
-            return full[self.fqn]
         if not compat_checkpoint.recomputing():
             return sharded
         with compat_checkpoint.outside_selection():
@@ -267,7 +256,7 @@ def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit, member = self.__dict__[UNIT]
-        args, kwargs = unit.enter(args, kwargs)
+        args, kwargs = unit.enter(self, args, kwargs)
         if name in self.__dict__[METHODS]:  # the user had replaced it on this one instance
             return unit.leave(self.__dict__[METHODS][name](*args, **kwargs), member)
         assert inner is not None
@@ -278,9 +267,13 @@ def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
 
 def _reader(name: str) -> property:
     def get(self: nn.Module) -> Any:
+        binding = self.__dict__[BINDINGS][name]
+        full = binding.unit.full
+        if full is not None:  # first, and here: Dynamo guards whatever is read, and each call is traced
+            return full[binding.fqn]
         if name not in self._parameters:  # torch's own words, and hasattr is False
             raise AttributeError(name)
-        return self.__dict__[BINDINGS][name].read(self._parameters[name])
+        return binding.read(self._parameters[name])
 
     def put(self: nn.Module, value: Any) -> None:
         raise AttributeError(replaced(self.__dict__[BINDINGS][name].spec.fqn, f"a {type(value).__name__}"))

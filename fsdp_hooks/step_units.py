@@ -36,7 +36,7 @@ class OpenedUnit:
         self._full: dict[bool, dict[str, torch.Tensor]] = {}
         self.reopened: list[str] = []
 
-    def gather_all(self) -> dict[str, torch.Tensor]:
+    def gather_all(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Every parameter in full, gathered when it is first asked for; without autograd anew."""
         if torch.is_grad_enabled() in self._full and not compat_checkpoint.recomputing():
             self.reopened.append(compat_step.last_traced_node())

@@ -1,51 +1,104 @@
-"""Neighbours in a unit that are gathered alike share their arguments, in order and without losing any."""
+"""The function that gathers a unit's parameters: each with the arguments of its plan, reached as forward reaches it."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from fsdp_hooks.gathers import Shared, Source, runs_of
+import fsdp_hooks
+from fsdp_hooks.errors import InstallError
+from fsdp_hooks.gathers import Source, gatherer_of
 from fsdp_hooks.operator import UnshardArgs
+from fsdp_hooks.runtime import UNIT
 from fsdp_hooks.spec import ModelParallel, ParamSpec
 
 ARGS = UnshardArgs(
-    1, "fsdp2", "w", "blocks.0", 0, 8, "shard", 2, "shard", "avg", None, 1, "avg", None, None, None, torch.float32, True
+    1, "fsdp2", "w", "blocks.0", 0, 8, "shard", 2, "shard", "avg", None, 1, "avg", 2.0, None, None, torch.float32, True
 )
+CPU = torch.device("cpu")
 
 
-def source(param: str, layout: ModelParallel | None = None, **changed: Any) -> Source:
-    spec = ParamSpec(ARGS._replace(param=param, **changed), layout, True, torch.float32, (8,))
-    return nn.Module(), param, spec
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(8))
+        self.below = nn.ModuleList([nn.Linear(8, 8, bias=False)])
 
 
-def test_each_parameter_has_the_arguments_of_its_plan() -> None:
-    sources = [
-        source("a"), source("b", dim=1, size=6), source("c", reduce_dtype=None), source("d", sync="shard"),
-        source("e", sync="shard"), source("f"),
-    ]  # fmt: skip
-    found = []
-    for shared, same, own in runs_of(sources):
-        assert isinstance(shared, Shared)
-        for (module, name, fqn, dim, size), one in zip(own, same, strict=True):
-            assert (module, name) == one[:2]
-            found.append((one, (*shared.head, fqn, *shared.param_group, dim, size, *shared.tail)))
-    assert found == [(one, tuple(one[2].args)) for one in sources]
-    assert [len(run.own) for run in runs_of(sources)] == [2, 1, 2, 1]
+def sources(module: Inner, **changed: Any) -> list[Source]:
+    specs = [ParamSpec(ARGS._replace(param=name, **changed), None, True, torch.float32, (8,)) for name in ("a", "b")]
+    return [(module, "own", specs[0]), (module.below[0], "weight", specs[1])]
 
 
-def test_a_layout_of_its_own_is_kept_apart() -> None:
+def test_what_is_written() -> None:
+    module = Inner()
+    gather = gatherer_of("blocks.0", module, sources(module, param_dtype=torch.bfloat16), CPU)
+    assert gather is not None and gather.__code__.co_filename == "<gathers of blocks.0>"
+    given: list[Any] = []
+
+    def unshard(*args: Any) -> torch.Tensor:
+        given.append(args)
+        return args[0]
+
+    for param in module.parameters():
+        param.to_local = partial(torch.Tensor.view_as, param, param)  # type: ignore[attr-defined]
+    ops = SimpleNamespace(fsdp_hooks=SimpleNamespace(unshard=unshard))
+    fake = SimpleNamespace(ops=ops, float32=torch.float32, bfloat16=torch.bfloat16)
+    ran = FunctionType(gather.__code__, {**gather.__globals__, "torch": fake})
+    full = ran(module)
+    assert list(full) == ["a", "b"]
+    assert [one.shape for one in full.values()] == [module.own.shape, module.below[0].weight.shape]
+    wanted = [tuple(ARGS._replace(param=name, param_dtype=torch.bfloat16)) for name in ("a", "b")]
+    assert [args[4:] for args in given] == wanted and all(args[1:4] == (None, None, None) for args in given)
+
+
+def test_options_that_change_back_are_the_same_code() -> None:
+    module = Inner()
+    one, other, again = (gatherer_of("u", module, sources(module, sync=sync), CPU) for sync in ("all", "shard", "all"))
+    assert one is again and one is not other
+
+
+def elsewhere(module: Inner, held: list[Source]) -> list[Source]:
+    return [(Inner(), "own", held[0][2])]
+
+
+def around(module: Inner, held: list[Source]) -> list[Source]:
     layout = ModelParallel(None, (), torch.Size([8]), (1,))  # type: ignore[arg-type]
-    plain, parallel, last = source("a"), source("b", layout), source("c")
-    first, second, third = runs_of([plain, parallel, last])
-    assert (first.sources, second.sources, third.sources) == ((plain,), (parallel,), (last,))
-    assert second.shared is None and first.shared == third.shared
+    return [held[0], (*held[1][:2], dataclasses.replace(held[1][2], model_parallel=layout))]
 
 
-def test_every_argument_is_shared_but_the_parameters_own() -> None:
-    """A field added to the operator's arguments is carried as well."""
-    (run,) = runs_of([source("a")])
-    assert run.shared is not None
-    assert sum(map(len, run.shared)) + 3 == len(UnshardArgs._fields)
+def gone(module: Inner, held: list[Source]) -> list[Source]:
+    module.own = None  # type: ignore[assignment]
+    return held
+
+
+@pytest.mark.parametrize("change", [elsewhere, around, gone])
+def test_where_no_function_is_written(change: Callable[[Inner, list[Source]], list[Source]]) -> None:
+    module = Inner()
+    assert gatherer_of("", module, change(module, sources(module)), CPU) is None
+
+
+def test_shards_that_lie_elsewhere_are_moved_first() -> None:
+    module = Inner()
+    assert gatherer_of("", module, sources(module), torch.device("cuda")) is None
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_parameter_taken_away_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fsdp_hooks.install(model)
+    assert model.__dict__[UNIT][0].gatherer is not None
+    model[0]._parameters["bias"] = None
+    with pytest.raises(InstallError, match=r"parameter '0.bias': expected the one that was sharded, found none"):
+        model(torch.ones(2, 8))
+
