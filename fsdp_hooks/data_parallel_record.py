@@ -27,7 +27,7 @@ class Reading(Binding):
 
     def read(self, sharded: Any) -> Any:
         """The full tensor inside the model's forward, the sharded parameter outside."""
-        if self.unit.full is None and self.root.full is not None:
+        if self.opened() is None and self.root.opened() is not None:
             return self.unit.gather(sharded, self.spec)
         return Binding.read(self, sharded)
 

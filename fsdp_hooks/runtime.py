@@ -11,6 +11,7 @@ else when the root returns.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,28 @@ from .spec import ParamSpec
 BINDINGS = "_fsdp_hooks_bindings"
 UNIT = "_fsdp_hooks_unit"
 METHODS = "_fsdp_hooks_methods"
+
+
+Full = dict[str, torch.Tensor]
+"""Full parameters by their names."""
+
+
+def _cell() -> tuple[Callable[[], Full | None], Callable[[Full | None], None]]:
+    """What an open unit holds, read and written by two functions.
+
+    A variable of theirs and no attribute: Dynamo compares an object that it reaches in two ways at every call, the unit
+    once for each of its parameters, in the slowest of its guards. A variable that functions share it does not.
+    """
+    full: Full | None = None
+
+    def opened() -> Full | None:
+        return full
+
+    def keep(value: Full | None) -> None:
+        nonlocal full
+        full = value
+
+    return opened, keep
 
 
 class Unit:
@@ -68,9 +91,18 @@ class Unit:
         self.options_changed: Callable[[], None] | None = None
         self.check_waiting: Callable[[], None] | None = None
         self.reset: Callable[[], None] | None = None
-        self.full: dict[str, torch.Tensor] | None = None
+        self.opened, self.keep = _cell()
         self.depth = 0
         self.ran: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """Another unit, closed or open as this one, with a cell of its own."""
+        made = memo[id(self)] = object.__new__(type(self))
+        made.opened, made.keep = _cell()  # first: what it holds leads to modules, and they to bindings that read it
+        held = {name: value for name, value in self.__dict__.items() if name not in ("opened", "keep")}
+        made.__dict__.update(copy.deepcopy(held, memo))
+        made.keep(copy.deepcopy(self.opened(), memo))
+        return made
 
     def hold(self, sources: Iterable[Source], modules: Sequence[nn.Module]) -> None:
         """These are the parameters, and the modules that open the unit."""
@@ -84,9 +116,9 @@ class Unit:
         All of them here, not each where it is first read: a read may happen inside a checkpointed region, which
         Dynamo lets read from outside but not write. What is never read is dead code in the graph.
         """
-        first = self.full is None
+        first = self.opened() is None
         if first:
-            self.full = self.gather_all(module)
+            self.keep(self.gather_all(module))
         self.depth += 1
         if self.moves_inputs:
             args, kwargs = mapped(self._to_device, args), mapped(self._to_device, kwargs)
@@ -100,7 +132,7 @@ class Unit:
         self.depth -= 1
         if self.members > 1 and member not in self.ran:
             self.ran = (*self.ran, member)
-        alone = self.root is None or self.root.full is None
+        alone = self.root is None or self.root.opened() is None
         last = self.depth == 0 and (alone or len(self.ran) == self.members)
         if last:
             self.close()
@@ -118,7 +150,7 @@ class Unit:
 
     def close(self) -> None:
         """Let go of the full parameters; the root's also of those whose modules did not all run."""
-        self.full = None
+        self.keep(None)
         self.depth = 0
         if self.members > 1:
             self.ran = ()
@@ -147,9 +179,16 @@ class Binding:
     unit: Unit
     spec: ParamSpec
     fqn: str = dataclasses.field(init=False)
+    opened: Callable[[], Full | None] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fqn", self.spec.fqn)
+        object.__setattr__(self, "opened", self.unit.opened)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        """One of the copied unit."""
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
+        return type(self)(**copy.deepcopy(given, memo))
 
     def read(self, sharded: Any) -> Any:
         """The attribute's value outside the unit's forward: the sharded parameter.
@@ -268,7 +307,7 @@ def _gathering(base: type[nn.Module], name: str) -> Callable[..., Any]:
 def _reader(name: str) -> property:
     def get(self: nn.Module) -> Any:
         binding = self.__dict__[BINDINGS][name]
-        full = binding.unit.full
+        full = binding.opened()
         if full is not None:  # first, and here: Dynamo guards whatever is read, and each call is traced
             return full[binding.fqn]
         if name not in self._parameters:  # torch's own words, and hasattr is False

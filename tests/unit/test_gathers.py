@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ import fsdp_hooks
 from fsdp_hooks.errors import InstallError
 from fsdp_hooks.gathers import Source, gatherer_of
 from fsdp_hooks.operator import UnshardArgs
-from fsdp_hooks.runtime import UNIT
+from fsdp_hooks.runtime import BINDINGS, UNIT
 from fsdp_hooks.spec import ModelParallel, ParamSpec
 
 ARGS = UnshardArgs(
@@ -102,3 +103,23 @@ def test_a_parameter_taken_away_is_named() -> None:
     with pytest.raises(InstallError, match=r"parameter '0.bias': expected the one that was sharded, found none"):
         model(torch.ones(2, 8))
 
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_copied_unit_is_open_by_itself() -> None:
+    """Bindings and their unit share one variable; those of a copy share another."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    fsdp_hooks.data_parallel(model, init_device_mesh("cpu", (4,)))
+    other = copy.deepcopy(model)
+    units, bindings = (
+        [one.__dict__[UNIT][0] for one in (model, other)],
+        [one[0].__dict__[BINDINGS]["weight"] for one in (model, other)],
+    )
+    assert [binding.unit for binding in bindings] == units and units[0] is not units[1]
+    full = {"0.weight": torch.ones(8, 8)}
+    units[0].keep(full)
+    assert [binding.opened() for binding in bindings] == [full, None]
+    assert model[0].weight is full["0.weight"] and other[0].weight is other[0]._parameters["weight"]
+    half_open = copy.deepcopy(units[0])
+    units[0].close()
+    assert units[0].opened() is None and list(half_open.opened()) == ["0.weight"]
