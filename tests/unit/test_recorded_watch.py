@@ -70,7 +70,8 @@ def a_hook_of_all_optimizers(loop: Hooked) -> None:
 
 
 def precision(loop: Hooked) -> None:
-    loop.undo.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    for one in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # "highest" is not what they are at first
+        loop.undo.append(partial(setattr, one, "fp32_precision", one.fp32_precision))
     torch.set_float32_matmul_precision("medium")
 
 
