@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from .options import KINDS
 
 MIB = 2**20
@@ -94,7 +96,13 @@ class CommCosts:
             raise ValueError(f"expected a size in bytes, 0 or more, found {nbytes!r}")
         return 1e-6 * costs.latency_us + nbytes / costs.bandwidth
 
-    def cap_mb(self, efficiency: float = 0.9, *, kinds: Collection[str] = ("all_gather", "reduce_scatter")) -> float:
+    def cap_mb(
+        self,
+        efficiency: float = 0.9,
+        *,
+        kinds: Collection[str] = ("all_gather", "reduce_scatter"),
+        group: ProcessGroup | None = None,
+    ) -> float:
         """The size in MiB from which a collective of each kind reaches this share of its bandwidth.
 
         For the backend's option of that name, with ``order="graph"``. A collective of ``latency * bandwidth *
@@ -107,10 +115,16 @@ class CommCosts:
             efficiency: between 0 and 1, both excluded.
             kinds: what the buckets hold. The default is what FSDP sends on its shard group; HSDP's all-reduces run on
                 the replicate group, which is measured by itself.
+            group: what the buckets are sent on, to be told when kept costs are of a group of another size.
 
         Raises:
-            ValueError: an efficiency outside (0, 1), an unknown kind, no kind.
+            ValueError: an efficiency outside (0, 1), an unknown kind, no kind, a group of another size.
         """
+        if group is not None and group.size() != self.group_size:
+            raise ValueError(
+                f"expected costs of a group of {group.size()} ranks, as these buckets are sent on, found those of "
+                f"{self.group_size}: call measure_comm_costs on this group"
+            )
         if not _is_number(efficiency) or not 0 < efficiency < 1:
             raise ValueError(f"expected an efficiency between 0 and 1, both excluded, found {efficiency!r}")
         if isinstance(kinds, str) or not kinds:

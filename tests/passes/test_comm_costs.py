@@ -6,10 +6,11 @@ import dataclasses
 import json
 import math
 import types
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,6 +179,14 @@ def test_only_the_kinds_that_are_bucketed_count() -> None:
     mixed = costs(all_gather=KindCosts(1.0, 2**20 * 1e6), all_reduce=KindCosts(8.0, 2**20 * 1e6))
     assert mixed.cap_mb(0.5) == mixed.cap_mb(0.5, kinds=["all_gather"]) == 1.0
     assert mixed.cap_mb(0.5, kinds=("all_reduce",)) == mixed.cap_mb(0.5, kinds=KINDS) == 8.0
+
+
+def test_kept_costs_of_a_group_of_another_size_are_refused() -> None:
+    pair, everyone = (cast(dist.ProcessGroup, types.SimpleNamespace(size=lambda size=size: size)) for size in (2, 4))
+    kept = costs(all_gather=KindCosts(30.0, 4e11))
+    assert kept.cap_mb(group=pair) == kept.cap_mb()
+    with pytest.raises(ValueError, match=r"expected costs of a group of 4 ranks, .* found those of 2: call measure"):
+        kept.cap_mb(group=everyone)
 
 
 def test_some_per_cent_do_not_change_the_cap() -> None:
