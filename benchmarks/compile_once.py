@@ -173,6 +173,7 @@ def measure(way: str, work: Work, *, inner: str = "inductor", kernels: bool = Tr
         "compiler_s": compiler_s,
         "wall_s": wall_s,
         "ours_s": ours.seconds,
+        "passes_s": report["seconds"]["passes"] if report else None,
         "kernels": len(set(sources)) if not kernels and inner == "inductor" else None,
         "ok": report["ok"] if report else None,
         "collectives": sum(collectives.values()),

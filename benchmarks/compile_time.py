@@ -13,7 +13,7 @@ Ratios are of processor seconds on the CPU: `python_s` of the compiling thread a
 other children. On CUDA they are of the clock's (`wall_s`, the first step included), because Triton compiles in worker
 processes, which `compiler_s` does not see. `--no-kernels` leaves the C++ compiler out, so the values computed mean
 nothing. `phases` are parts of `python_s` by torch's own timers, some inside others; `ours_s` is everything of this
-package.
+package, keys, tables and report included; `passes_s` its passes alone, by the clock.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def ratios(rows: Sequence[Row], *, clock: bool) -> dict[str, Any]:
         base = seconds(cold["per_block"])
         made.update({f"{way}_to_per_block": seconds(row) / base for way, row in cold.items() if way != "per_block"})
     made.update({f"{way}_cold_to_warm": seconds(cold[way]) / seconds(row) for way, row in warm.items()})
-    made.update({f"{way}_ours_share": row["ours_s"] / seconds(row) for way, row in cold.items() if row["ours_s"]})
+    for what in ("ours", "passes"):
+        parts = {way: row.get(f"{what}_s") for way, row in cold.items()}
+        made.update({f"{way}_{what}_share": part / seconds(cold[way]) for way, part in parts.items() if part})
     return made
 
 

@@ -17,18 +17,18 @@ def test_every_way_compiles_the_same_collectives() -> None:
     work = Work(Shape(vocabulary=300, width=16, heads=4, layers=1))
     found = {way: measure(way, work, inner="aot_eager") for way in WAYS}
     for way in ("per_block", "whole"):
-        assert found[way]["collectives"] == 0 and found[way]["ours_s"] == 0
+        assert found[way]["collectives"] == 0 and found[way]["ours_s"] == 0 and found[way]["passes_s"] is None
     gathered_once = PARAMETERS_OF_A_BLOCK + OTHERS
     for way in ("captured", "packed", "gathers"):  # gathered, gathered again in backward but the root's, reduced
         assert found[way]["collectives"] == 3 * gathered_once - OTHERS and found[way]["ok"], found[way]
-        assert 0 < found[way]["ours_s"] < found[way]["python_s"]
+        assert 0 < found[way]["passes_s"] and 0 < found[way]["ours_s"] < found[way]["python_s"]
 
 
 def test_the_rows_of_one_number_of_blocks() -> None:
     def row(what: str, way: str, python_s: float, compiler_s: float, wall_s: float) -> dict[str, object]:
         ours = 0 if way == "per_block" else 0.5
-        seconds = {"python_s": python_s, "compiler_s": compiler_s, "wall_s": wall_s, "ours_s": ours}
-        return {"what": what, "way": way, "blocks": 4, **seconds}
+        seconds = {"python_s": python_s, "compiler_s": compiler_s, "wall_s": wall_s}
+        return {"what": what, "way": way, "blocks": 4, **seconds, "ours_s": ours, "passes_s": ours / 2 or None}
 
     rows = [row("cold", "per_block", 2, 3, 4), row("warm", "per_block", 1, 1.5, 1)]
     rows += [row("cold", "captured", 20, 5, 40), row("warm", "captured", 2.5, 0, 5), row("cold", "packed", 5, 5, 8)]
@@ -36,11 +36,12 @@ def test_the_rows_of_one_number_of_blocks() -> None:
     assert (found["captured_to_per_block"], found["packed_to_per_block"]) == (5, 2)
     assert (found["per_block_cold_to_warm"], found["captured_cold_to_warm"]) == (2, 10)
     assert (found["captured_ours_share"], found["packed_ours_share"]) == (0.02, 0.05)
+    assert (found["captured_passes_share"], found["packed_passes_share"]) == (0.01, 0.025)
     by_clock = compile_time.ratios(rows, clock=True)
     assert (by_clock["captured_to_per_block"], by_clock["captured_cold_to_warm"]) == (10, 8)
     assert "per_block_ours_share" not in by_clock
     without = compile_time.ratios(rows[2:3], clock=False)
-    assert set(without) == {"what", "blocks", "seconds", "captured_ours_share"}
+    assert set(without) == {"what", "blocks", "seconds", "captured_ours_share", "captured_passes_share"}
 
 
 def test_growth_of_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
