@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor  # noqa: F401  (a name in what is written)
 
-from .errors import InstallError
-from .misuse import replaced
 from .operator import UnshardArgs
 from .spec import ParamSpec
 
 Source = tuple[nn.Module, str, ParamSpec]
 """A module, its attribute that holds the sharded parameter, and the plan of that."""
 
-Gatherer = Callable[[nn.Module], dict[str, torch.Tensor]]
-"""Gathers all parameters of the unit around a module, each by its name."""
+Gatherer = Callable[[nn.Module], dict[str, torch.Tensor] | None]
+"""Gathers all parameters of the unit around a module, each by its name; None where one is no longer in its place.
+
+So it is once a module below was wrapped (``torch.compile`` of a layer, a checkpoint wrapper) or replaced.
+"""
 
 
 class Place(NamedTuple):
@@ -55,7 +57,7 @@ def gatherer_of(unit: str, within: nn.Module, sources: Iterable[Source], device:
         if param is None or param.device.type != device.type:
             return None
         places.append(Place(paths[id(module)], name, spec.args))
-    return _written(unit, tuple(places))
+    return _written(unit, tuple(places)) if places else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,16 +73,15 @@ def _text(places: Iterable[Place]) -> str:
     for path, name, args in places:
         holder = "module" + "".join(f"._modules[{part!r}]" for part in path)
         lines += [
-            f"    param = {holder}._parameters.get({name!r})",
-            "    if param is None:",
-            f"        raise _gone({args.param!r})",
+            "    try:",
+            f"        param = {holder}._parameters[{name!r}]",
+            "    except KeyError:",
+            "        return None",
+            "    if not isinstance(param, DTensor):",
+            "        return None",
             f"    full[{args.param!r}] = unshard(param.to_local(), None, None, None, {', '.join(map(_literal, args))})",
         ]
     return "\n".join([*lines, "    return full", ""])
-
-
-def _gone(fqn: str) -> InstallError:
-    return InstallError(replaced(fqn, "none"))
 
 
 def _literal(value: object) -> str:

@@ -162,8 +162,8 @@ class Unit:
 
     def gather_all(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Every parameter in full, by its name; ``module`` is the one that opens the unit."""
-        if self.gatherer is not None and not self.accumulated:
-            return self.gatherer(module)
+        if self.gatherer is not None and not self.accumulated and (full := self.gatherer(module)) is not None:
+            return full
         return {spec.fqn: self.gather(_held(module, name), spec) for module, name, spec in self.sources}
 
     def gather(self, sharded: Any, spec: ParamSpec) -> torch.Tensor:

@@ -8,7 +8,7 @@ torch/distributed/fsdp/_fully_shard/_fsdp_common.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,23 @@ class _Shards(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         make: Any = DTensor
         return tuple([
-            None if grad is None else make(grad, spec, requires_grad=False)
-            for grad, spec in zip(grads, ctx.specs, strict=True)
+            None if grad is None else make(own, spec, requires_grad=False)
+            for grad, own, spec in zip(grads, _apart(grads), ctx.specs, strict=True)
         ])  # fmt: skip
+
+
+def _apart(grads: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """Each gradient in memory of its own, as autograd sees to where it keeps plain tensors.
+
+    Equal gradients leave a graph as one tensor (common subexpressions); what scales or adds to one parameter's in place
+    would write to the other's.
+    """
+    seen: set[object] = set()
+    for grad in grads:
+        place = None if grad is None or grad.numel() == 0 else (grad.untyped_storage()._cdata, grad.storage_offset())
+        yield grad.clone() if grad is not None and place in seen else grad
+        if place is not None:
+            seen.add(place)
 
 
 def shards_of(parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -114,3 +114,26 @@ def test_gradients_reach_the_parameters(inner: str) -> None:
     with torch.no_grad():
         assert not call(torch.ones(3, 8)).requires_grad
     assert weight.to_local().grad_fn is not None and weight._local_tensor.grad_fn is None
+
+
+class Shifted(nn.Module):
+    """Two vectors that are added: their gradients are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.first + self.second
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_equal_gradients_share_no_memory(inner: str) -> None:
+    model = fully_shard(Shifted(), mesh=init_device_mesh("cpu", (4,)))
+    fsdp_hooks.install(model)
+    options = {} if inner == "inductor" else {"inner": inner}
+    torch.compile(model, backend="collective_identity", fullgraph=True, options=options)(torch.ones(8)).sum().backward()
+    first, second = (param.grad.to_local() for param in model.parameters())
+    first.fill_(1.0)
+    second.fill_(2.0)
+    assert first.tolist() == [1.0, 1.0] and second.tolist() == [2.0, 2.0]

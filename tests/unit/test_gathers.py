@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -54,7 +55,7 @@ def test_what_is_written() -> None:
         param.to_local = partial(torch.Tensor.view_as, param, param)  # type: ignore[attr-defined]
     ops = SimpleNamespace(fsdp_hooks=SimpleNamespace(unshard=unshard))
     fake = SimpleNamespace(ops=ops, float32=torch.float32, bfloat16=torch.bfloat16)
-    ran = FunctionType(gather.__code__, {**gather.__globals__, "torch": fake})
+    ran = FunctionType(gather.__code__, {**gather.__globals__, "torch": fake, "DTensor": nn.Parameter})
     full = ran(module)
     assert list(full) == ["a", "b"]
     assert [one.shape for one in full.values()] == [module.own.shape, module.below[0].weight.shape]
@@ -103,6 +104,46 @@ def test_a_parameter_taken_away_is_named() -> None:
     with pytest.raises(InstallError, match=r"parameter '0.bias': expected the one that was sharded, found none"):
         model(torch.ones(2, 8))
 
+
+def wrapped(model: nn.Sequential) -> nn.Module:
+    model[0] = checkpoint_wrapper(model[0])
+    return model
+
+
+def compiled(model: nn.Sequential) -> nn.Module:
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def exchanged(model: nn.Sequential) -> nn.Module:
+    model[0] = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    return model
+
+
+def plain(model: nn.Sequential) -> nn.Module:
+    model[1] = nn.Linear(8, 8)
+    return model
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("whole", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("change", [wrapped, compiled, exchanged, plain])
+def test_a_module_that_is_wrapped_or_exchanged_afterwards(
+    change: Callable[[nn.Sequential], nn.Module], whole: bool
+) -> None:
+    """What FSDP2 sharded is gathered, wherever it is now."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fsdp_hooks.install(model)
+    last = model[1]._parameters["weight"]
+    call = change(model)
+    if whole:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    call(torch.ones(2, 8)).sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    assert (last.grad is None) == (change is plain)
 
 
 @pytest.mark.usefixtures("fake_world")
