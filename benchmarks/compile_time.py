@@ -88,9 +88,9 @@ def ratios(rows: Sequence[Row], *, clock: bool) -> dict[str, Any]:
         base = seconds(cold["per_block"])
         made.update({f"{way}_to_per_block": seconds(row) / base for way, row in cold.items() if way != "per_block"})
     made.update({f"{way}_cold_to_warm": seconds(cold[way]) / seconds(row) for way, row in warm.items()})
-    for what in ("ours", "passes"):
-        parts = {way: row.get(f"{what}_s") for way, row in cold.items()}
-        made.update({f"{way}_{what}_share": part / seconds(cold[way]) for way, part in parts.items() if part})
+    made.update({f"{way}_ours_share": row["ours_s"] / seconds(row) for way, row in cold.items() if row["ours_s"]})
+    passes = {way: row["passes_s"] for way, row in cold.items() if row["passes_s"]}
+    made.update({f"{way}_passes_share": spent / cold[way]["wall_s"] for way, spent in passes.items()})
     return made
 
 

@@ -36,7 +36,7 @@ def test_the_rows_of_one_number_of_blocks() -> None:
     assert (found["captured_to_per_block"], found["packed_to_per_block"]) == (5, 2)
     assert (found["per_block_cold_to_warm"], found["captured_cold_to_warm"]) == (2, 10)
     assert (found["captured_ours_share"], found["packed_ours_share"]) == (0.02, 0.05)
-    assert (found["captured_passes_share"], found["packed_passes_share"]) == (0.01, 0.025)
+    assert (found["captured_passes_share"], found["packed_passes_share"]) == (0.00625, 0.03125)
     by_clock = compile_time.ratios(rows, clock=True)
     assert (by_clock["captured_to_per_block"], by_clock["captured_cold_to_warm"]) == (10, 8)
     assert "per_block_ours_share" not in by_clock
