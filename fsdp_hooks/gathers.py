@@ -51,12 +51,10 @@ def gatherer_of(unit: str, within: nn.Module, sources: Iterable[Source], device:
     paths = {id(module): tuple(name.split(".")) if name else () for name, module in within.named_modules()}
     places = []
     for module, name, spec in sources:
-        param = module._parameters.get(name)
-        if id(module) not in paths or spec.model_parallel is not None:
+        path, param = paths.get(id(module)), module._parameters.get(name)
+        if path is None or spec.model_parallel is not None or param is None or param.device.type != device.type:
             return None
-        if param is None or param.device.type != device.type:
-            return None
-        places.append(Place(paths[id(module)], name, spec.args))
+        places.append(Place(path, name, spec.args))
     return _written(unit, tuple(places)) if places else None
 
 

@@ -192,19 +192,18 @@ class _Compile:
                 upstream.caches_disabled(not self._cacheable),
                 graph.upstreams(),
                 upstream.called_kernels(mark_kernel, self._tag),
-                self._passes_of(graph),
+                self._passes_of(graph, gm),
             ):
                 if graph.lite is not LiteState.OFF:
                     prepare(gm)
-                elif self._comes_first(graph):
-                    graph.transform(gm)
                 return inner(gm, inputs, *args, **kwargs)
 
         return compile_graph
 
-    def _passes_of(self, graph: _Graph) -> AbstractContextManager[None]:
-        """Our passes in Inductor's post-grad stage, behind the user's; nothing where they come before it."""
+    def _passes_of(self, graph: _Graph, gm: fx.GraphModule) -> AbstractContextManager[None]:
+        """Run our passes now, or have them run in Inductor's post-grad stage, behind the user's."""
         if self._comes_first(graph):
+            graph.transform(gm)
             return nullcontext()
         return upstream.post_grad_pass(graph.transform, self._tag, self._callers.post_grad_passes)
 

@@ -16,6 +16,7 @@ _REARRANGING: Final = frozenset(
 )
 _PACKING: Final = frozenset(("_chunk_cat", "pack"))
 _SCALING: Final = frozenset(("div", "mul"))
+_BOTH_WAYS: Final = frozenset(((True, False), (False, True)))
 
 
 def packing(start: fx.Node) -> dict[fx.Node, None]:
@@ -43,9 +44,6 @@ def ready(start: fx.Node, above: Collection[fx.Node], index: Mapping[fx.Node, in
     )
 
 
-_BOTH_WAYS = {(True, False), (False, True)}
-
-
 def rearranges(node: fx.Node) -> bool:
     """Whether a node only views, casts, copies, cuts, joins or pads."""
     target = node.target
@@ -68,8 +66,7 @@ def multiplies(node: fx.Node) -> bool:
 def _is_outer(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.mul.Tensor or len(node.all_input_nodes) != 2:
         return False
-    shapes = [getattr(one.meta.get("val"), "shape", ()) for one in node.all_input_nodes]
-    one, other = shapes
+    one, other = (getattr(given.meta.get("val"), "shape", ()) for given in node.all_input_nodes)
     return len(one) == len(other) > 1 and {(a == 1, b == 1) for a, b in zip(one, other, strict=True)} >= _BOTH_WAYS
 
 

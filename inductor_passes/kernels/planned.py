@@ -12,6 +12,8 @@ from types import ModuleType
 import torch
 from torch import fx
 
+from collective_identity.subgraphs import graph_modules
+
 from ..sizes import is_static
 from . import choice, launch
 from .launch import Move
@@ -40,8 +42,8 @@ def compile_kernels_of(gm: fx.GraphModule, *, runs: Runs = launch.available, ker
 
 def moves_of(gm: fx.GraphModule, runs: Runs) -> Iterator[Move]:
     """The kernels that ``pack`` and ``unpack`` of a graph and its sub-graphs launch, but for those of unknown sizes."""
-    for part in gm.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+    for part in graph_modules(gm):
+        for node in part.graph.nodes:
             if node.target not in (torch.ops.inductor_passes.pack.default, torch.ops.inductor_passes.unpack.default):
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val", ...))
